@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 STOP_S = 60.0
+STALLED_S = 60.0  # without progress for so long, a run fails
+POLL_S = 0.02
 REGISTRY_NAME = "registry"
 console = Console()
 KEEP_ALL = ("--keep-checkpoints", "all")
@@ -41,7 +48,8 @@ def register(home: Path, name: str, *options: str) -> None:
 class Instance:
     """Supervisor with its two processes, which are known from its log lines.
 
-    ``folder``: where its app is. ``on_line``: gets each line that its app prints. ``inside``: wraps the command.
+    ``folder``: where its app is. ``word``: such as "settled", if its app prints lines like "settled: 12"; ``count`` is
+    the highest number so far. ``inside``: wraps the command.
     """
 
     def __init__(
@@ -51,7 +59,7 @@ class Instance:
         home: Path,
         folder: Path,
         environment: Mapping[str, str],
-        on_line: Callable[[str], None] | None = None,
+        word: str = "",
         inside: Callable[[Sequence[str]], Sequence[str]] = lambda command: command,
     ) -> None:
         self.name = name
@@ -61,7 +69,8 @@ class Instance:
         self.starts = 0  # of the two processes
         self.ready = 0  # the last of the starts that has become ready
         self._command = inside([*immortal(home), "run", name, app, "--restart", "--log-format", "json"])
-        self._folder, self._environment, self._on_line = folder, environment, on_line
+        self._folder, self._environment, self._word = folder, environment, word
+        self.count = 0
         self._readers: list[threading.Thread] = []
         self.start()
 
@@ -72,21 +81,21 @@ class Instance:
             cwd=self._folder,
             env=self._environment,
             stdin=subprocess.DEVNULL,
-            stdout=None if self._on_line is None else subprocess.PIPE,
+            stdout=subprocess.PIPE if self._word else None,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
             process_group=0,
         )
-        for work in (self._read_log, *([] if self._on_line is None else [self._read_output])):
+        for work in (self._read_log, *([self._read_output] if self._word else [])):
             self._readers.append(threading.Thread(target=work, args=(self.supervisor,), daemon=True))
             self._readers[-1].start()
 
     def _read_output(self, supervisor: subprocess.Popen[str]) -> None:
         assert supervisor.stdout is not None
-        assert self._on_line is not None
         for line in supervisor.stdout:
-            self._on_line(line)
+            if counted := re.fullmatch(rf"{self._word}: (\d+)\n", line):
+                self.count = max(self.count, int(counted[1]))
 
     def _read_log(self, supervisor: subprocess.Popen[str]) -> None:
         """Keep the supervisor's log, and learn from it which processes run."""
@@ -159,6 +168,80 @@ class Instance:
         self.supervisor.wait()
         for reader in self._readers:
             reader.join()
+
+
+@dataclass
+class Kill:
+    """One kill -9, due when the run has counted up to ``count``."""
+
+    count: int
+    name: str
+    role: str
+
+
+def draw_kills(count: int, total: int, names: Iterable[str], roles: Sequence[str], source: random.Random) -> list[Kill]:
+    """Draw ``count`` kills at random moments: each role of each instance once, before any is hit a second time."""
+    kinds = [(name, role) for name in names for role in roles]
+    drawn: list[tuple[str, str]] = []
+    while len(drawn) < count:
+        drawn += source.sample(kinds, min(len(kinds), count - len(drawn)))
+    moments = sorted(int(total * source.uniform(0.02, 0.95)) for _ in drawn)
+    return [Kill(moment, name, role) for moment, (name, role) in zip(moments, drawn, strict=True)]
+
+
+def run(
+    home: Path,
+    apps: Mapping[str, str],
+    folder: Path,
+    environment_of: Callable[[str], Mapping[str, str]],
+    word: str,
+    counters: Sequence[str],
+    total: int,
+    kills: Sequence[Kill],
+) -> float:
+    """Run until ``counters``, some of the instances, have each counted up to ``total``, and all are stopped.
+
+    ``apps``, ``environment_of``: by instance. ``word``: see :class:`Instance`. Returns the seconds until all was
+    counted. Raises RunError.
+    """
+    for name in apps:
+        register(home, name, *KEEP_ALL)
+    instances: dict[str, Instance] = {}
+    try:
+        began_s = time.monotonic()
+        for name, app in apps.items():
+            instances[name] = Instance(name, app, home, folder, environment_of(name), word)
+        _until_counted(instances, [instances[name] for name in counters], word, total, deque(kills))
+        elapsed_s = time.monotonic() - began_s
+        for instance in instances.values():
+            instance.stop()
+        return elapsed_s
+    finally:
+        for instance in instances.values():
+            instance.end()
+
+
+def _until_counted(
+    instances: Mapping[str, Instance], counters: Sequence[Instance], word: str, total: int, kills: deque[Kill]
+) -> None:
+    columns = (TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bar, kills_bar = progress.add_task(word, total=total), progress.add_task("kills", total=len(kills))
+        moved_s, before = time.monotonic(), -1
+        while (count := min(one.count for one in counters)) < total or kills:
+            if kills and count >= kills[0].count and instances[kills[0].name].kill(kills[0].role):
+                kills.popleft()
+                progress.advance(kills_bar)
+            progress.update(bar, completed=count)
+            for instance in instances.values():
+                instance.check()
+            if (now := sum(one.count for one in counters)) > before:
+                before, moved_s = now, time.monotonic()
+            elif time.monotonic() - moved_s > STALLED_S:
+                counts = {one.name: one.count for one in counters}
+                raise counters[0].failed(f"nothing has moved for {STALLED_S:.0f} s: {counts}")
+            time.sleep(POLL_S)
+        progress.update(bar, completed=total)
 
 
 def final_state(home: Path, name: str, folder: Path) -> Any:

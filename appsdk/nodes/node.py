@@ -104,15 +104,6 @@ class NodeDefinition:
             with resolving(f"{handler.function.__qualname__}: an annotation"):
                 self.codec(handler)
 
-    def encode(self, node: Node) -> bytes:
-        """Return the state of ``node`` as bytes. Raises StateError."""
-        return self.state().encode(node)
-
-    def restore(self, node: Node, name: str, state: bytes) -> None:
-        """Set the attributes of ``node`` from ``state``, which a class ``name`` wrote. Raises StateError."""
-        schema = self.state()
-        schema.restore(node, copied_envelope(name, schema.serializer), memoryview(state))
-
 
 def node_definition(cls: object) -> NodeDefinition:
     """Return the definition of a class of nodes. Raises DefinitionError for anything else."""
@@ -204,13 +195,7 @@ class NodeTable:
     def __init__(self, life: Any) -> None:
         self.definition: Definition | None = None
         self._life = life
-        self._nodes: dict[int, Node] = {}
-
-    def __getitem__(self, number: int) -> Node:
-        return self._nodes[number]
-
-    def get(self, number: int) -> Node | None:
-        return self._nodes.get(number)
+        self.nodes: dict[int, Node] = {}  # by number
 
     def use(self, definition: Definition) -> None:
         """Use this class's code from here on. Raises StateError if it does not fit the existing nodes."""
@@ -221,14 +206,14 @@ class NodeTable:
     def save(self) -> list[SavedNode]:
         """Return the nodes for a checkpoint. Raises StateError."""
         saved = []
-        for number, node in self._nodes.items():
+        for number, node in self.nodes.items():
             definition = node_definition(type(node))
-            saved.append(SavedNode(number, definition.name, definition.encode(node)))
+            saved.append(SavedNode(number, definition.name, definition.state().encode(node)))
         return saved
 
     def restore(self, saved: Iterable[SavedNode]) -> None:
         """Replace the nodes by saved ones. Raises StateError."""
-        self._nodes = {one.number: self._restored(one) for one in saved}
+        self.nodes = {one.number: self._restored(one) for one in saved}
 
     def _restored(self, saved: SavedNode) -> Node:
         classes = () if self.definition is None else self.definition.nodes
@@ -236,7 +221,8 @@ class NodeTable:
             definition = node_definition(cls)
             if saved.class_name in (definition.name, *definition.formerly):
                 node = self._new(cls, saved.number)
-                definition.restore(node, saved.class_name, saved.state)
+                schema = definition.state()
+                schema.restore(node, copied_envelope(saved.class_name, schema.serializer), memoryview(saved.state))
                 return node
         name = "?" if self.definition is None else self.definition.name
         known = ", ".join(cls.__qualname__ for cls in classes) or "none"
@@ -248,11 +234,8 @@ class NodeTable:
     def make(self, cls: type, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Create a node. Raises what its ``__init__`` raises; then it exists without a handle."""
         node: Any = self._new(cls, number)
-        self._nodes[number] = node
+        self.nodes[number] = node
         node.__init__(*arguments, **keywords)
-
-    def remove(self, number: int) -> None:
-        self._nodes.pop(number, None)
 
     def _new(self, cls: type, number: int) -> Node:
         given: Any = cls
@@ -310,19 +293,18 @@ class Inbox:
         self._context: Context = life.context
         self._accounts: Accounts = life.accounts
         self._living: NodeTable = life.living
-        self._hooks: list[tuple[str, Any]] = []
-
-    def forget_hooks(self) -> None:
-        """Forget hooks of a state that no longer exists."""
-        self._hooks.clear()
+        self.hooks: list[tuple[str, Any]] = []
 
     def failed(self, message: bytes, verdict: Verdict) -> None:
         """Give back the handles of a message with a verdict, if that means that the message is skipped."""
         if not verdict.skips:
             return
         if method_of(message) == HANDLES_METHOD_ID:
-            if verdict.kind is not VerdictKind.REFUSED:  # only a hook has failed: the message counts
-                self._failed_hook(message)
+            if verdict.kind is not VerdictKind.REFUSED:  # only a hook has failed, and was undone: the message counts
+                self._take(decode_word(_arguments_of(message)))
+                self.hooks.clear()
+                self._act()
+                self.hooks.clear()
         elif MARK in message:
             self._accounts.not_taken(_arguments_of(message))
 
@@ -343,13 +325,16 @@ class Inbox:
             elif call.sender in grant.banned:
                 gone = f"the handle was revoked for {call.sender!r}"
             else:
-                targets.append(self._living[grant.node])
+                targets.append(self._living.nodes[grant.node])
         arguments = bytes(call.arguments)
         ready = [(node, *self._read(node, call.method_id, arguments)) for node in targets]
         if not ready:
             self._accounts.not_taken(arguments)
             if caller is not None:
-                self._answer_gone(caller, number, gone)
+                handler: Any = SimpleNamespace(
+                    method_id=NODE_METHOD_ID, function=Inbox.called, signature=SimpleNamespace(parameters={})
+                )
+                self._context.tasks.answers.answer(handler, caller, number, True, encode_refused(gone))
             return
         self._accounts.arrived(arguments)
         for node, handler, codec, values in ready:
@@ -393,28 +378,15 @@ class Inbox:
         if caller is not None:
             tasks.answers.answer(handler, caller, number, raised, value)
 
-    def _answer_gone(self, caller: str, number: int, text: str) -> None:
-        handler: Any = SimpleNamespace(
-            method_id=NODE_METHOD_ID, function=Inbox.called, signature=SimpleNamespace(parameters={})
-        )
-        self._context.tasks.answers.answer(handler, caller, number, True, encode_refused(text))
-
     def told(self, word: Word) -> None:
         """Handle a message between owners and holders of handles. Raises HandlerError."""
         self._require_speaker(word.sender)
         if not self._take(word):
             raise self._wrong(f"{word.sender!r} tells of a handle that there is not", Cause.SENDER)
         self._act()
-        hooks, self._hooks = self._hooks, []
+        hooks, self.hooks = self.hooks, []
         for name, handle in hooks:
             self._run_hook(name, handle)
-
-    def _failed_hook(self, message: bytes) -> None:
-        """Take in a message about handles although its hook has failed and its changes are undone."""
-        self._take(decode_word(_arguments_of(message)))
-        self._hooks.clear()
-        self._act()
-        self._hooks.clear()
 
     def _take(self, word: Word) -> bool:
         sender, message = word.sender, word.message
@@ -426,25 +398,25 @@ class Inbox:
         if isinstance(message, Stale):
             if sender != self._context.instance_name:
                 return False
-            self._hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
+            self.hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
         elif isinstance(message, Ending):
             if message.how not in (DESTROYED, REVOKED):
                 return False
             if message.owner != self._context.instance_name and not self._accounts.holder.knows(
                 message.owner, message.key
             ):
-                self._hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
+                self.hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
         elif isinstance(message, Forgotten):
             self._accounts.holder.forgotten(sender, message.key)
         elif sender != self._context.instance_name:
             self._accounts.holder.ended(sender, message.key, message.how)
-            self._hooks.append((f"on_{message.how}", make(sender, message.key, None, self._life)))
+            self.hooks.append((f"on_{message.how}", make(sender, message.key, None, self._life)))
         else:
             grant = self._accounts.owner.grants.get(message.key)
             if grant is None or grant.stage != Stage.ENDING:
                 return False
             if message.how == DESTROYED:
-                self._living.remove(grant.node)
+                self._living.nodes.pop(grant.node, None)
             self._accounts.owner.end(message.key, message.how)
         return True
 
@@ -453,7 +425,7 @@ class Inbox:
         accounts = self._accounts
         accounts.act()
         released, accounts.released = accounts.released, []
-        self._hooks += [("on_last_release", self._life.handle(one.key, one.node)) for one in released]
+        self.hooks += [("on_last_release", self._life.handle(one.key, one.node)) for one in released]
 
     def _run_hook(self, name: str, handle: Any) -> None:
         function = hook_of(type(self._life.instance), name)

@@ -86,7 +86,7 @@ class Nodes:
         self._last_number = saved.last_number
         self.accounts.restore(saved.grants, saved.held)
         self.living.restore(saved.nodes)
-        self.inbox.forget_hooks()
+        self.inbox.hooks.clear()  # of a state that no longer exists
 
     # --- requests of the owner's handlers -----------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Nodes:
     def handle(self, key: Key, number: int) -> Any:
         """Return a handle of the node ``number``."""
         make: Any = Handle
-        node = self.living.get(number)
+        node = self.living.nodes.get(number)
         return make(self.context.instance_name, key, None if node is None else type(node), self)
 
     def handle_of(self, number: int) -> Any:
@@ -149,7 +149,7 @@ class Nodes:
     def node_of(self, handle: Any) -> Node:
         """Return the node of an own handle. Raises UsageError."""
         grant = self._own(handle, "immortal.node_of")
-        node = None if grant is None or grant.stage == Stage.ENDED else self.living.get(grant.node)
+        node = None if grant is None or grant.stage == Stage.ENDED else self.living.nodes.get(grant.node)
         if node is None:
             raise UsageError(f"immortal.node_of({handle!r}): it was destroyed or revoked")
         return node

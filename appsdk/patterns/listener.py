@@ -77,7 +77,6 @@ class Listener(Generic[M]):
             raise
 
     def _is_local(self, endpoint: str) -> bool:
-        """Return True if only this machine can reach ``endpoint``."""
         try:
             return is_local(endpoint.removesuffix("*") + "0" if endpoint.endswith(":*") else endpoint)
         except NotConnectable as error:
@@ -170,19 +169,15 @@ class Listener(Generic[M]):
     def drop(self, what: str) -> None:
         """Count and report a dropped message."""
         self.malformed += 1
-        left_out = self._warnings.admit("malformed", time.monotonic_ns())
-        if left_out is not None:
-            self._log.warning("at %s: %s; dropped (%d more since the last warning)", self.endpoint, what, left_out)
+        self._warn("malformed", f"{what}; dropped")
 
     def _ended(self, what: str) -> None:
-        left_out = self._warnings.admit("unfinished", time.monotonic_ns())
-        if left_out is not None:
-            self._log.warning(
-                "at %s: %s; ended (%d more since the last warning). Remove its key, if it has one",
-                self._unfinished.endpoint,
-                what,
-                left_out,
-            )
+        self._warn("unfinished", f"{what}; ended: remove its key, if it has one")
+
+    def _warn(self, kind: str, text: str) -> None:
+        if (left_out := self._warnings.admit(kind, time.monotonic_ns())) is not None:
+            where = self._unfinished.endpoint
+            self._log.warning("at %s: %s (%d more since the last warning)", where, text, left_out)
 
     def send(self, route: bytes, data: bytes) -> bool:
         """Send a message; return False if the connection is gone or has no room."""

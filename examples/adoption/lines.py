@@ -33,14 +33,12 @@ def code_lines(source: str) -> list[str]:
         if token.type not in _NO_CODE:
             numbers.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                numbers.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
+            first = node.body[0]
+            numbers.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return [lines[number - 1].rstrip() for number in sorted(numbers)]
 
 

@@ -14,9 +14,9 @@ import asyncio
 import os
 import random
 import sys
-import tempfile
 import threading
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from pydantic_ai import ModelMessagesTypeAdapter
@@ -27,7 +27,7 @@ from immortal.coordinator.instances.registry import Registry
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import supervised
-from supervised import APP, COORDINATOR, STOP_S, RunError
+from supervised import APP, COORDINATOR, STOP_S
 
 HERE = Path(__file__).parent
 STEPS_OF_A_TRIP = 5  # three requests and two tools outside the handlers
@@ -111,7 +111,8 @@ def differences(cities: list[str], plans: list[str], bookings: dict[str, list[in
     return found
 
 
-def run(trips: int, kills: int, seed: int, folder: Path) -> int:
+def run(trips: int, kills: int, seed: int, folder: Path) -> tuple[list[str], str]:
+    """Run the trips and the kills; return the differences, and a verdict if there are none. Raises RunError."""
     home, steps = folder / "registry", folder / "steps"
     for name in ("airline", "travel"):
         Registry(home).register(name, "tcp://127.0.0.1:*")
@@ -145,11 +146,7 @@ def run(trips: int, kills: int, seed: int, folder: Path) -> int:
     print(f"{again} of them were made again, since they were under way")
     if len(made) != trips * STEPS_OF_A_TRIP:
         found.append(f"{trips * STEPS_OF_A_TRIP} steps were expected, not {len(made)}")
-    for difference in found:
-        print(f"DIFFERENT: {difference}")
-    if not found:
-        print("each trip is planned, and booked once")
-    return 3 if found else 0
+    return found, "each trip is planned, and booked once"
 
 
 def main() -> int:
@@ -160,12 +157,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.trips < 1 or options.kills < 0:
         parser.error("--trips is positive, --kills is not negative")
-    with tempfile.TemporaryDirectory(prefix="trips-") as folder:
-        try:
-            return run(options.trips, options.kills, options.seed, Path(folder))
-        except RunError as error:
-            print(f"FAILED: {error}")
-            return 3
+    return supervised.conclude(partial(run, options.trips, options.kills, options.seed), None)
 
 
 if __name__ == "__main__":

@@ -12,106 +12,23 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import sys
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import bank
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import supervised
-from supervised import APP, COORDINATOR, REGISTRY_NAME, SUPERVISOR, console
+from supervised import APP, COORDINATOR, REGISTRY_NAME, SUPERVISOR, Kill, console
 
-POLL_S = 0.02
-STALLED_S = 60.0  # without progress for so long, the run fails
 TELLER = "teller"
 APPS = dict.fromkeys(bank.BANKS, "bank:Bank") | {TELLER: "bank:Teller"}
 FOLDER = Path(__file__).parent
 ROLES = (APP, COORDINATOR, SUPERVISOR)
-
-
-class Instance(supervised.Instance):
-    """Instance of the bank. ``settled``: number of transfers that the teller has printed."""
-
-    def __init__(self, name: str, home: Path, environment: Mapping[str, str]) -> None:
-        self.settled = 0
-        super().__init__(name, APPS[name], home, FOLDER, environment, self._note)
-
-    def _note(self, line: str) -> None:
-        if settled := re.fullmatch(r"settled: (\d+)\n", line):
-            self.settled = max(self.settled, int(settled[1]))
-
-
-# --- the run ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Kill:
-    """One kill -9, due when ``settled`` transfers are settled."""
-
-    settled: int
-    name: str
-    role: str
-
-
-def draw_kills(count: int, transfers: int, source: random.Random) -> list[Kill]:
-    """Draw ``count`` kills at random moments: each role of each instance once, before any is hit a second time."""
-    kinds = [(name, role) for name in APPS for role in ROLES]
-    drawn: list[tuple[str, str]] = []
-    while len(drawn) < count:
-        drawn += source.sample(kinds, min(len(kinds), count - len(drawn)))
-    moments = sorted(int(transfers * source.uniform(0.02, 0.95)) for _ in drawn)
-    return [Kill(moment, name, role) for moment, (name, role) in zip(moments, drawn, strict=True)]
-
-
-def run(folder: Path, transfers: int, seed: int, kills: Sequence[Kill]) -> float:
-    """Run until all transfers are settled and all instances stopped; return the seconds until they were settled."""
-    home = folder / REGISTRY_NAME
-    environment = {**os.environ, "BANK_TRANSFERS": str(transfers), "BANK_SEED": str(seed)}
-    for name in APPS:
-        supervised.register(home, name, *supervised.KEEP_ALL)
-    instances: dict[str, Instance] = {}
-    try:
-        began_s = time.monotonic()
-        for name in APPS:
-            instances[name] = Instance(name, home, environment)
-        wait_until_settled(instances, transfers, deque(kills))
-        elapsed_s = time.monotonic() - began_s
-        for instance in instances.values():
-            instance.stop()
-        return elapsed_s
-    finally:
-        for instance in instances.values():
-            instance.end()
-
-
-def wait_until_settled(instances: Mapping[str, Instance], transfers: int, kills: deque[Kill]) -> None:
-    columns = (TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    teller = instances[TELLER]
-    with Progress(*columns, console=console) as progress:
-        settled_bar = progress.add_task("transfers", total=transfers)
-        kills_bar = progress.add_task("kills", total=len(kills))
-        moved_s, before = time.monotonic(), -1
-        while teller.settled < transfers or kills:
-            if kills and teller.settled >= kills[0].settled and instances[kills[0].name].kill(kills[0].role):
-                kills.popleft()
-                progress.advance(kills_bar)
-            progress.update(settled_bar, completed=teller.settled)
-            for instance in instances.values():
-                instance.check()
-            if teller.settled > before:
-                before, moved_s = teller.settled, time.monotonic()
-            elif time.monotonic() - moved_s > STALLED_S:
-                raise teller.failed(f"nothing has moved for {STALLED_S:.0f} s")
-            time.sleep(POLL_S)
-        progress.update(settled_bar, completed=transfers)
 
 
 # --- every coin is counted -------------------------------------------------------------------------------------------
@@ -185,12 +102,16 @@ def main() -> int:
     if options.keep is not None and options.keep.exists():
         parser.error(f"{options.keep} is there already; a new folder is expected")
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
-    kills = draw_kills(options.kills, options.transfers, random.Random(seed))
+    kills = supervised.draw_kills(options.kills, options.transfers, APPS, ROLES, random.Random(seed))
     console.print(f"{options.transfers:,} transfers, {len(kills)} kills, seed {seed}")
 
     def work(folder: Path) -> tuple[list[str], str]:
-        elapsed_s = run(folder, options.transfers, seed, kills)
-        states = {name: supervised.final_state(folder / REGISTRY_NAME, name, FOLDER) for name in APPS}
+        home = folder / REGISTRY_NAME
+        environment = {**os.environ, "BANK_TRANSFERS": str(options.transfers), "BANK_SEED": str(seed)}
+        elapsed_s = supervised.run(
+            home, APPS, FOLDER, lambda name: environment, "settled", [TELLER], options.transfers, kills
+        )
+        states = {name: supervised.final_state(home, name, FOLDER) for name in APPS}
         print_results(states, kills)
         rate = options.transfers / elapsed_s
         console.print(f"{rate:,.0f} transfers/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}")

@@ -34,45 +34,42 @@ HERE = Path(__file__).parent
 class Service:
     """Process that is killed and restarted."""
 
+    stderr: int | None = subprocess.DEVNULL
+
     def __init__(self, folder: Path, *command: str) -> None:
-        self._command = [sys.executable, "-m", *command]
+        self._command = [sys.executable, *command]
         self._environment = {**os.environ, "IMMORTAL_HOME": str(folder / "home"), "PYTHONPATH": str(HERE.parents[1])}
-        self._log = (folder / f"{command[0]}.log").open("wb")
         self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            self._command, env=self._environment, stdout=subprocess.PIPE, stderr=self._log, text=True
+            self._command,
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            text=True,
         )
 
     def kill(self) -> None:
         """Kill the process with kill -9; processes that it has started die with it."""
         self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.communicate()
 
-    def first_line(self) -> str:
+    def line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline()
 
-    def end(self) -> None:
-        self.kill()
-        self._log.close()
 
+class Reader(Service):
+    stderr = None
 
-class Reader:
     def __init__(self, folder: Path, *publishers: str) -> None:
-        command = [sys.executable, str(HERE / "reader.py"), NAME, *publishers]
-        environment = {**os.environ, "IMMORTAL_HOME": str(folder / "home"), "PYTHONPATH": str(HERE.parents[1])}
-        self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        super().__init__(folder, str(HERE / "reader.py"), NAME, *publishers)
         self.told()
 
     def told(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.line()
         if not line:
             raise SystemExit("a reader has ended")
         told: dict[str, Any] = json.loads(line)
@@ -83,10 +80,6 @@ class Reader:
         self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
         return self.told()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 class Writers:
@@ -129,13 +122,13 @@ def storm(folder: Path, options: argparse.Namespace) -> int:
     home = folder / "home"
     register = [sys.executable, "-m", "immortal", "--home", str(home), "register", NAME]
     subprocess.run([*register, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=subprocess.DEVNULL)
-    table = Service(folder, "immortal", "--home", str(home), "run", NAME, "immortal.patterns.clone:Table", "--restart")
+    table = Service(folder, "-m", "immortal", "run", NAME, "--restart", "immortal.patterns.clone:Table")
     readers: list[Reader] = []
     started = [table]
     try:
-        forwarder = Service(folder, "immortal.patterns.clone", "forward", NAME)
+        forwarder = Service(folder, "-m", "immortal.patterns.clone", "forward", NAME)
         started.append(forwarder)
-        place = forwarder.first_line().split()[-1]
+        place = forwarder.line().split()[-1]
         forwarder._command += ["--listen", place]  # the same endpoint after a restart
         readers += [Reader(folder, *([place] if index % 2 else [])) for index in range(options.readers)]
         writers = Writers(home, options.updates, options.seed)
@@ -158,9 +151,9 @@ def storm(folder: Path, options: argparse.Namespace) -> int:
             status = proxy.status()
     finally:
         for reader in readers:
-            reader.end()
+            reader.kill()
         for service in started:
-            service.end()
+            service.kill()
     expected = writers.values()
     wrong = sum(one["values"] != expected or not one["same"] or one["backwards"] > 0 for one in found)
     again = sum(one["whole"] > 1 for one in found[:-1:2])

@@ -33,12 +33,6 @@ ROLES = (APP, COORDINATOR)
 CLASSES = {"cluster": "immortal.patterns.harmony:Cluster", "steps": "immortal.patterns.harmony:Collector"}
 
 
-class Service(Instance):
-    def kill_one(self, chance: random.Random) -> None:
-        """Kill the coordinator or the app; its supervisor restarts it."""
-        self.kill(chance.choice(ROLES))
-
-
 class Workers:
     def __init__(self, folder: Path, count: int) -> None:
         self._environment = {**os.environ, "IMMORTAL_HOME": str(folder)}
@@ -48,7 +42,7 @@ class Workers:
         command = [sys.executable, "-m", "immortal.patterns.harmony", "work", "cluster", "collatz:steps"]
         return subprocess.Popen(command, cwd=HERE, env=self._environment)
 
-    def kill_one(self, chance: random.Random) -> None:
+    def kill(self, chance: random.Random) -> None:
         """Kill a worker, and start another one in its place."""
         index = chance.randrange(len(self._processes))
         self._processes[index].kill()
@@ -61,21 +55,24 @@ class Workers:
             process.wait()
 
 
-def kill_all_along(cluster: Ventilator, size: int, plan: list[Workers | Service], chance: random.Random) -> None:
-    """Kill one of ``plan`` each time that another equal part of the batch is done."""
+def kill_all_along(cluster: Ventilator, size: int, plan: list[Workers | Instance], chance: random.Random) -> None:
+    """Kill one of ``plan``, or a process of it, each time that another equal part of the batch is done."""
     for index, victim in enumerate(plan):
         while cluster.progress("collatz").done < size * (index + 1) // (len(plan) + 1):
             time.sleep(0.02)
-        victim.kill_one(chance)
+        if isinstance(victim, Workers):
+            victim.kill(chance)
+        else:
+            victim.kill(chance.choice(ROLES))
 
 
 @contextlib.contextmanager
-def running(folder: Path, workers: int) -> Iterator[tuple[Workers, list[Service]]]:
+def running(folder: Path, workers: int) -> Iterator[tuple[Workers, list[Instance]]]:
     with contextlib.ExitStack() as stack:
         services = []
         for name in CLASSES:
             register(folder, name)
-            services.append(Service(name, CLASSES[name], folder, HERE, os.environ))
+            services.append(Instance(name, CLASSES[name], folder, HERE, os.environ))
             stack.callback(services[-1].end)
         made = Workers(folder, workers)
         stack.callback(made.end)
@@ -97,7 +94,7 @@ def main() -> int:
             running(folder, options.workers) as (workers, services),
             connect("cluster", home=folder, timeout=PATIENCE_S) as cluster,
         ):
-            plan: list[Workers | Service] = [workers] * options.kills
+            plan: list[Workers | Instance] = [workers] * options.kills
             plan += [services[index % 2] for index in range(options.instances)]
             chance.shuffle(plan)
             began_s = time.monotonic()

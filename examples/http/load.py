@@ -15,15 +15,14 @@ import argparse
 import asyncio
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -33,7 +32,7 @@ from immortal.client import connect
 from immortal.coordinator.instances.registry import HOME_VARIABLE, Registry
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from supervised import Instance, RunError
+from supervised import Instance, RunError, conclude
 
 HERE = Path(__file__).parent
 NAME = "shop"
@@ -184,8 +183,8 @@ def differences(figures: Figures, orders: dict[str, list[int]], stock: dict[str,
     return found
 
 
-def run(options: argparse.Namespace, folder: Path) -> int:
-    """Run the load and the kills, and return the exit status. Raises RunError."""
+def run(options: argparse.Namespace, folder: Path) -> tuple[list[str], str]:
+    """Run the load and the kills; return the differences, and a verdict if there are none. Raises RunError."""
     source = random.Random(options.seed)
     roles = [("app", "coordinator")[(index + options.seed) % 2] for index in range(options.kills)]
     roles += ["web server"] * options.web_kills
@@ -212,11 +211,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         raised, killed = (figures.failed[item] for item in FAILING)
         print(f"besides, {raised:,} orders whose handler raised and {killed:,} that ended their process were told so")
     print(f"{figures.repeated:,} requests were sent again; the slowest order took {figures.slowest_s:.2f} s")
-    found = differences(figures, orders, stock)
-    for difference in found[:10]:
-        print(f"DIFFERENT: {difference}")
-    print(f"{len(found)} differences" if found else "each order was taken once, none was lost")
-    return 3 if found else 0
+    return differences(figures, orders, stock), "each order was taken once, none was lost"
 
 
 def main() -> int:
@@ -235,17 +230,7 @@ def main() -> int:
         parser.error("--seconds and --connections are positive, --kills and --web-kills are not negative")
     if min(options.failing, options.killing) < 0 or options.failing + options.killing >= 100:
         parser.error("--failing and --killing are percents, less than 100 together")
-    folder = Path(tempfile.mkdtemp(prefix="immortal-http-"))
-    try:
-        status = run(options, folder)
-    except RunError as error:
-        print(f"FAILED: {error}")
-        status = 1
-    if status:
-        print(f"logs and registry are kept in {folder}")
-    else:
-        shutil.rmtree(folder)
-    return status
+    return conclude(partial(run, options), None)
 
 
 if __name__ == "__main__":

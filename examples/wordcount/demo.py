@@ -18,7 +18,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -222,8 +222,14 @@ def run(
         wait_until_complete(instances, total, len(kills))
         elapsed_s = time.monotonic() - started_s
         if networks is not None:
-            require_keys(instances)
-        stop_cleanly(instances)
+            for instance in instances:
+                if instance.status["security"]["key"] is None:
+                    raise instance.failed("what went over the cable was not encrypted")
+            console.print("in two networks, with a cable between them; encrypted and authenticated with CURVE")
+        for instance in instances:
+            instance.stop_watching()
+        for instance in instances:
+            instance.stop()
         return elapsed_s
     finally:
         for instance in instances:
@@ -259,20 +265,6 @@ def wait_until_complete(instances: Sequence[Instance], total: int, kill_count: i
         progress.update(kills_bar, completed=kill_count)
 
 
-def require_keys(instances: Sequence[Instance]) -> None:
-    for instance in instances:
-        if instance.status["security"]["key"] is None:
-            raise instance.failed("what went over the cable was not encrypted")
-    console.print("in two networks, with a cable between them; encrypted and authenticated with CURVE")
-
-
-def stop_cleanly(instances: Sequence[Instance]) -> None:
-    for instance in instances:
-        instance.stop_watching()
-    for instance in instances:
-        instance.stop()
-
-
 def final_state(folder: Path, name: str) -> dict[str, Any]:
     """Return the attributes in the checkpoint that the clean stop has just written."""
     settings = Registry(folder / REGISTRY_NAME).load(name)
@@ -284,12 +276,9 @@ def final_state(folder: Path, name: str) -> dict[str, Any]:
                 f"{name}: the last checkpoint is of record {newest.sequence_id},"
                 f" the log ends with record {summary.last_sequence_id}: the stop was not clean"
             )
-        return decode_state(b"".join(reader.checkpoint_chunks(newest.checkpoint_id)))
-
-
-def decode_state(blob: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = msgspec.msgpack.decode(decode_envelope(blob)[1])
-    return state
+        blob = b"".join(reader.checkpoint_chunks(newest.checkpoint_id))
+        state: dict[str, Any] = msgspec.msgpack.decode(decode_envelope(blob)[1])
+        return state
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
@@ -301,14 +290,12 @@ def compare(folder: Path, expected: Counter[str], total: int) -> list[str]:
     lines = final_state(folder, READER)["lines"]
     console.print(f"plain Counter: {expected.total():,} words, {len(expected):,} distinct, {total:,} lines")
     console.print(f"two immortals: {sum(words.values()):,} words, {len(words):,} distinct, {lines:,} lines")
-    differences = list(different_words(words, expected))
+    differences = [
+        f"{word!r} was counted {words.get(word, 0)} times, {expected[word]} expected"
+        for word in sorted(words.keys() | expected.keys())
+        if words.get(word, 0) != expected[word]
+    ]
     return differences + ([f"{lines:,} lines were read, {total:,} expected"] if lines != total else [])
-
-
-def different_words(words: dict[str, int], expected: Counter[str]) -> Iterator[str]:
-    for word in sorted(words.keys() | expected.keys()):
-        if words.get(word, 0) != expected.get(word, 0):
-            yield f"{word!r} was counted {words.get(word, 0)} times, {expected.get(word, 0)} expected"
 
 
 def print_kills(kills: Sequence[Kill]) -> None:

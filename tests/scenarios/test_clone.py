@@ -198,7 +198,7 @@ def test_with_keys_each_sees_what_it_is_entitled_to(tmp_path: Path) -> None:
                 next(changes)
             forwarded = run(tmp_path, "-m", "immortal.patterns.clone", "forward", "prices", "--identity", "bob")
             assert forwarded.returncode == 1
-            assert "clone: 'prices' is not forwarded here: 'bob' is no forwarder here" in forwarded.stderr
+            assert "error: 'prices' is not forwarded here: 'bob' is no forwarder here" in forwarded.stderr
             table.entitle("bob", [], relay=True)
             table.entitle("alice", ["b"])
             with (

@@ -165,7 +165,7 @@ def test_mistakes_are_said(tmp_path: Path) -> None:
         (("work", "cluster", "tasks:cube"), 2, "module 'tasks' has no 'cube'"),
         (("work", "cluster", "nothing:cube", "--processes", "2"), 2, "No module named 'nothing'"),
         (("work", "cluster", "cube"), 2, "MODULE:FUNCTION or NAME=MODULE:FUNCTION was expected"),
-        (("work", "cluster", "tasks:square", "--processes", "0"), 2, "a number from 1 on was expected"),
+        (("work", "cluster", "tasks:square", "--processes", "0"), 2, "0 is not in the range x>=1"),
         (("progress", "cluster"), 1, "there is no instance 'cluster'"),
     ):
         done = run(tmp_path, *command, *arguments)

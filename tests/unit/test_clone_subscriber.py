@@ -73,7 +73,7 @@ def test_what_was_not_taken_is_asked_for_again(publisher: zmq.Socket[bytes], tmp
                     publisher.send_multipart([route, encode(Pong(asked[-1].stream))])
         assert LateSocket.refused == 1
     finally:
-        subscriber._disconnect()
+        subscriber.close()
         context.destroy(linger=0)
 
 

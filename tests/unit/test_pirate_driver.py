@@ -7,9 +7,9 @@ import zmq
 
 from immortal.appsdk.client.errors import ClientClosed, ClientError, NotConnectable
 from immortal.appsdk.patterns.pirate import driver as driver_module
-from immortal.appsdk.patterns.pirate.driver import Driver, Event, Heard, NoReply, Pending, Replied
-from immortal.appsdk.patterns.pirate.frames import TooManyRequests
-from immortal.appsdk.patterns.pirate.pool import Policy
+from immortal.appsdk.patterns.pirate.driver import Driver, Event, Pending
+from immortal.appsdk.patterns.pirate.frames import GaveUp, TooManyRequests
+from immortal.appsdk.patterns.pirate.pool import Policy, Pool
 
 POLICY = Policy(tries=1, try_timeout_s=5.0)
 
@@ -21,7 +21,7 @@ class FakeLink:
         self.name = name
         self.problem = "a problem"
         self.sent: list[tuple[int, int, object]] = []
-        self.events: list[Event] = [Heard(b"store")]
+        self.events: list[Event] = [Event(Pool.heard, (b"store", 0.0))]
         self.reaches = True
         self.closed = False
 
@@ -69,7 +69,7 @@ class Made:
         return pending
 
     def reply(self, name: str, number: int, outcome: object) -> None:
-        self.links[name].events.append(Replied(number, outcome))
+        self.links[name].events.append(Event(Pool.replied, (number,), outcome))
         self.driver.process()
 
     def look_again(self) -> None:
@@ -102,7 +102,7 @@ def test_all_below_the_oldest_that_is_open_is_settled() -> None:
 def test_one_that_was_given_up_is_not_settled_until_it_is_done() -> None:
     made = Made("a")
     pending = made.ask(b"1", timeout_s=0.0)
-    assert isinstance(pending.outcome, NoReply)
+    assert isinstance(pending.outcome, GaveUp)
     made.driver.process()
     made.ask(b"2")
     assert made.links["a"].sent == [(2, 1, b"2")], "1 never left: it may be sent yet"
@@ -134,9 +134,9 @@ def test_a_client_with_an_id_of_its_own_settles_nothing() -> None:
 
 def test_what_is_said_of_one_that_is_given_up() -> None:
     made = Made("a", "b")
-    made.links["b"].events.append(Heard(b"store"))
+    made.links["b"].events.append(Event(Pool.heard, (b"store", 0.0)))
     pending = made.ask(b"1", timeout_s=0.0)
-    assert isinstance(pending.outcome, NoReply)
+    assert isinstance(pending.outcome, GaveUp)
     assert pending.outcome.reason == (
         "no reply to request 1 of client 'me' within 0 s: its time is over (a: live, tried 0 times, a problem; "
         "b: live, tried 0 times, a problem); it was never sent, and will not be"

@@ -36,6 +36,7 @@ from immortal.appsdk.integrations.asgi.middleware import (
     Problem,
     ProblemResponse,
     RefusedRequest,
+    given_key,
     problem_of_call,
     problem_of_declared,
     problem_of_misfit,
@@ -90,7 +91,7 @@ def gateway(services: Iterable[Service[Any]], *, token: str | None = None, title
             Route("/{instance}/{handler}", _query, methods=["GET"]),
         ],
         middleware=[Middleware(_Bearer, token=token)],
-        exception_handlers={RefusedRequest: _refused, ClientError: _failed, HTTPException: _http},
+        exception_handlers=dict.fromkeys((RefusedRequest, ClientError, HTTPException), _failed),
         lifespan=closing,
     )
     app.state.instances = instances
@@ -144,10 +145,10 @@ async def _call(request: Request) -> Response:
     instance, handler = _handler(request)
     arguments = _arguments(handler, await _body(request))
     wait_s = _wait_s(request, instance.service._timeout_s)
-    key = _key(request)
     proxy = instance.proxy(wait_s or instance.service._timeout_s)
-    if key is not None:
-        proxy = with_key(proxy, key)
+    if (key := given_key(request)) is not None:
+        parts = "\n".join((instance.service.name, handler.name, key))
+        proxy = with_key(proxy, hashlib.blake2b(parts.encode(), digest_size=20).hexdigest())
     method = getattr(proxy, handler.name)
     if wait_s > 0:
         return _json(await _made(handler, lambda: method(*arguments[0], **arguments[1])))
@@ -249,17 +250,6 @@ def _wait_s(request: Request, default_s: float | None) -> float:
     raise RefusedRequest(Problem("wait", 400, "The time to wait is none", detail))
 
 
-def _key(request: Request) -> str | None:
-    given = request.headers.getlist(KEY_HEADER)
-    if not given:
-        return None
-    if len(given) > 1 or not 1 <= len(given[0].strip().encode()) <= KEY_SIZE_BYTES_MAX:
-        detail = f"one header {KEY_HEADER} of 1 to {KEY_SIZE_BYTES_MAX} bytes was expected"
-        raise RefusedRequest(Problem("key-invalid", 400, "The key of the request is none", detail))
-    parts = "\n".join((request.path_params["instance"], request.path_params["handler"], given[0].strip()))
-    return hashlib.blake2b(parts.encode(), digest_size=20).hexdigest()
-
-
 async def _body(request: Request) -> Any:
     data = bytearray()
     async for piece in request.stream():
@@ -317,19 +307,13 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
     return Response(data, status, headers, "application/json")
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RefusedRequest)
-    return ProblemResponse(error.problem, PROBLEM_TYPES)
-
-
 async def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ClientError)
-    return ProblemResponse(problem_of_call(error), PROBLEM_TYPES)
-
-
-async def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return ProblemResponse(Problem("request", error.status_code, str(error.detail)), PROBLEM_TYPES)
+    if isinstance(error, HTTPException):
+        problem = Problem("request", error.status_code, str(error.detail))
+    else:
+        assert isinstance(error, RefusedRequest | ClientError)
+        problem = error.problem if isinstance(error, RefusedRequest) else problem_of_call(error)
+    return ProblemResponse(problem, PROBLEM_TYPES)
 
 
 # --- the description --------------------------------------------------------------------------------------------------

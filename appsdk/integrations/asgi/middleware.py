@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -67,7 +67,8 @@ class ProblemResponse(Response):
         if problem.detail:
             body["detail"] = problem.detail
         headers = {} if problem.retry_after_s is None else {"Retry-After": str(problem.retry_after_s)}
-        super().__init__(_json({**problem.extra, **body}), problem.status, headers)
+        data = msgspec.json.encode({**problem.extra, **body}, enc_hook=str)
+        super().__init__(data, problem.status, headers)
 
 
 def problem_of_call(error: ClientError) -> Problem:
@@ -113,10 +114,6 @@ def problem_of_misfit(error: BaseException) -> Problem:
     return Problem("arguments", 422, "The arguments do not fit the call", str(error))
 
 
-def _json(value: Any) -> bytes:
-    return msgspec.json.encode(value, enc_hook=str)
-
-
 # ASGI middleware: keys of requests, errors as problems, closing of connections when the server stops.
 
 
@@ -150,31 +147,37 @@ class ImmortalMiddleware:
         problem_types: str = "/problems/",
     ) -> None:
         self._app = app
-        self._services = _checked_services(services)
-        self._statuses = _checked_statuses(statuses or {})
+        self._services = tuple(services)
+        for one in self._services:
+            if not isinstance(one, Service):
+                raise UsageError(f"ImmortalMiddleware(services=[{one!r}]): what Service(...) makes was expected")
+        self._statuses = dict(statuses or {})
+        for kind, status in self._statuses.items():
+            if not (isinstance(kind, type) and issubclass(kind, BaseException) and 400 <= status <= 599):
+                raise UsageError(
+                    f"ImmortalMiddleware(statuses={{{kind!r}: {status!r}}}): an exception and a status from 400 to 599 "
+                    f"were expected"
+                )
         self._key_header = key_header
         self._requires_key = requires_key
         self._key_scope = key_scope
         self._problem_types = problem_types
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, self._closing(send))
-        elif scope["type"] == "http":
-            await self._serve(scope, receive, send)
-        else:
-            context = _trace_context(HTTPConnection(scope)) if scope["type"] == "websocket" else ""
-            scope[SCOPE_KEY] = RequestCalls(None, context)
-            await self._app(scope, receive, send)
-
-    def _closing(self, send: Send) -> Send:
         async def send_closing(message: Message) -> None:
             if message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 for service in self._services:
                     await service.close()
             await send(message)
 
-        return send_closing
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send_closing)
+        elif scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        else:
+            context = _trace_context(HTTPConnection(scope)) if scope["type"] == "websocket" else ""
+            scope[SCOPE_KEY] = RequestCalls(None, context)
+            await self._app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -215,17 +218,25 @@ class ImmortalMiddleware:
         """
         if request.method not in KEYED_METHODS:
             return None
-        given = request.headers.getlist(self._key_header)
-        if not given:
+        given = given_key(request, self._key_header)
+        if given is None:
             if self._requires_key:
                 detail = f"{request.method} needs the header {self._key_header}: the same when it is sent again"
                 raise RefusedRequest(Problem("key-missing", 400, "The request has no key", detail))
             return None
-        if len(given) > 1 or not given[0].strip() or len(given[0].encode()) > KEY_SIZE_BYTES_MAX:
-            detail = f"one header {self._key_header} of 1 to {KEY_SIZE_BYTES_MAX} bytes was expected"
-            raise RefusedRequest(Problem("key-invalid", 400, "The key of the request is none", detail))
         whose = "" if self._key_scope is None else self._key_scope(request)
-        return "\n".join((repr(whose), request.method, request.url.path, given[0].strip()))
+        return "\n".join((repr(whose), request.method, request.url.path, given))
+
+
+def given_key(request: Request, header: str = KEY_HEADER) -> str | None:
+    """Return the key that the request has in its header; None: it has none. Raises RefusedRequest."""
+    given = request.headers.getlist(header)
+    if not given:
+        return None
+    if len(given) > 1 or not 1 <= len(given[0].strip().encode()) <= KEY_SIZE_BYTES_MAX:
+        detail = f"one header {header} of 1 to {KEY_SIZE_BYTES_MAX} bytes was expected"
+        raise RefusedRequest(Problem("key-invalid", 400, "The key of the request is none", detail))
+    return given[0].strip()
 
 
 def _trace_context(request: HTTPConnection) -> str:
@@ -235,21 +246,3 @@ def _trace_context(request: HTTPConnection) -> str:
         return read_traceparent(given[0]) if len(given) == 1 else ""
     except LocalProtocolError:
         return ""
-
-
-def _checked_services(services: Iterable[Service[Any]]) -> tuple[Service[Any], ...]:
-    found = tuple(services)
-    for one in found:
-        if not isinstance(one, Service):
-            raise UsageError(f"ImmortalMiddleware(services=[{one!r}]): what Service(...) makes was expected")
-    return found
-
-
-def _checked_statuses(statuses: Mapping[type[BaseException], int]) -> dict[type[BaseException], int]:
-    for kind, status in statuses.items():
-        if not (isinstance(kind, type) and issubclass(kind, BaseException) and 400 <= status <= 599):
-            raise UsageError(
-                f"ImmortalMiddleware(statuses={{{kind!r}: {status!r}}}): an exception and a status from 400 to 599 "
-                f"were expected"
-            )
-    return dict(statuses)

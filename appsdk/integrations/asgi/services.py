@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, TypeVar, overload
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar, Unpack, overload
 
 from starlette.requests import HTTPConnection
 
-from immortal.appsdk.client import Connector, connect
+from immortal.appsdk.client import Connector, ReachOptions, connect
 from immortal.appsdk.client.clients import AsyncClient, Proxy, ProxyMethod
 from immortal.appsdk.client.errors import ClientError
 from immortal.appsdk.client.methods import Method
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.handlers.definition import definition_of
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 SCOPE_KEY = "immortal"  # key of a request's calls in its ASGI scope
 _KEY_SIZE_BYTES = 20
+TIMEOUT_DEFAULT_S = 20.0  # of a call: below the timeouts of browsers and proxies, so that they get our answer
+CALLS_MAX = 1000  # of one process that wait at once: a refusal is better than a longer queue
 
 
 class TooManyCalls(ClientError):  # noqa: N818 (what happened, not what is wrong)
@@ -52,31 +57,13 @@ class RequestCalls:
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=_KEY_SIZE_BYTES).hexdigest()
 
 
-class CallSlots:
-    """Limit on this process's calls that wait for one service: ``count_max`` of them."""
-
-    def __init__(self, service: str, count_max: int) -> None:
-        self._service = service
-        self._count = 0
-        self._count_max = count_max
-
-    def __enter__(self) -> None:
-        if self._count >= self._count_max:
-            raise TooManyCalls(f"{self._count_max} calls wait for {self._service!r} already, as many as it may be")
-        self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
-
-
 class RequestClient:
-    """AsyncClient for the calls of one request. ``client``: returns the AsyncClient, on the server's loop."""
+    """AsyncClient for the calls of one request, by the client of ``service`` on the server's loop."""
 
-    def __init__(self, client: Callable[[], AsyncClient], service: str, calls: RequestCalls, room: CallSlots) -> None:
-        self._client = client
+    def __init__(self, service: Service[Any], calls: RequestCalls) -> None:
         self._service = service
+        self._client = service._client
         self._calls = calls
-        self._room = room
 
     @property
     def client_id(self) -> str:
@@ -85,20 +72,20 @@ class RequestClient:
     async def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
-        key = key or self._calls.key(self._service)
+        key = key or self._calls.key(self._service.name)
         return await self._made(lambda: self._client().call(method, arguments, timeout_s, key, trace_context))
 
     async def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
         """Ask a query. In a request with an idempotency key it is a logged call, so that a repeated request
         gets the same answer.
         """
-        key = self._calls.key(self._service)
+        key = self._calls.key(self._service.name)
         if key is not None:
             return await self._made(lambda: self._client().call(method, arguments, timeout_s, key))
         return await self._made(lambda: self._client().query(method, arguments, timeout_s))
 
     async def _made(self, make: Callable[[], Awaitable[Any]]) -> Any:
-        with self._room:
+        with self._service._slot():
             try:
                 return await make()
             except Exception as error:
@@ -107,7 +94,7 @@ class RequestClient:
                 raise
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
-        self._client().fork(method, arguments, key or self._calls.key(self._service), trace_context)
+        self._client().fork(method, arguments, key or self._calls.key(self._service.name), trace_context)
 
 
 class _NotedMethod:
@@ -133,16 +120,11 @@ class _NotedMethod:
 class RequestProxy(Proxy):
     """Proxy that a web handler calls. To a type checker it is the service's class."""
 
-    def __init__(
-        self,
-        client: RequestClient,
-        definition: Definition | None,
-        name: str,
-        timeout_s: float | None,
-        calls: RequestCalls,
-    ) -> None:
-        made: Any = client
-        super().__init__(made, definition, name, timeout_s, None, trace_context=calls.trace_context)
+    def __init__(self, service: Service[Any], calls: RequestCalls) -> None:
+        client: Any = RequestClient(service, calls)
+        super().__init__(
+            client, service._definition, service.name, service._timeout_s, None, trace_context=calls.trace_context
+        )
         self._immortal_calls = calls
 
     def _immortal_method(self, method: Method) -> ProxyMethod:
@@ -152,19 +134,11 @@ class RequestProxy(Proxy):
         return super()._immortal_query(_NotedMethod(method, self._immortal_calls))
 
 
-# An instance for web handlers: one connection for each process, opened at the first use.
+class ServiceOptions(ReachOptions, total=False):
+    """Options of :class:`Service`."""
 
-
-# No ``from __future__ import annotations``: FastAPI reads those of Service.__call__, and would find only text.
-
-
-__all__ = ["Service", "TooManyCalls"]
-
-S = TypeVar("S")
-T = TypeVar("T")
-
-TIMEOUT_DEFAULT_S = 20.0  # of a call: below the timeouts of browsers and proxies, so that they get our answer
-CALLS_MAX = 1000  # of one process that wait at once: a refusal is better than a longer queue
+    timeout: float
+    calls_max: int
 
 
 class Service(Generic[S]):
@@ -178,34 +152,9 @@ class Service(Generic[S]):
     """
 
     @overload
-    def __init__(
-        self: Service[type[T]],
-        target: type[T],
-        name: str,
-        /,
-        *,
-        timeout: float = ...,
-        calls_max: int = ...,
-        endpoints: Sequence[str] = ...,
-        home: str | os.PathLike[str] | None = ...,
-        identity: str | None = ...,
-        server_keys: Sequence[str] = ...,
-        insecure: bool = ...,
-    ) -> None: ...
+    def __init__(self: Service[type[T]], target: type[T], name: str, /, **options: Unpack[ServiceOptions]) -> None: ...
     @overload
-    def __init__(
-        self: Service[Any],
-        target: str,
-        /,
-        *,
-        timeout: float = ...,
-        calls_max: int = ...,
-        endpoints: Sequence[str] = ...,
-        home: str | os.PathLike[str] | None = ...,
-        identity: str | None = ...,
-        server_keys: Sequence[str] = ...,
-        insecure: bool = ...,
-    ) -> None: ...
+    def __init__(self: Service[Any], target: str, /, **options: Unpack[ServiceOptions]) -> None: ...
     def __init__(
         self,
         target: type | str,
@@ -226,7 +175,8 @@ class Service(Generic[S]):
         self.name = name or str(target)
         self._definition = None if isinstance(target, str) else definition_of(target)
         self._timeout_s = timeout
-        self._room = CallSlots(self.name, calls_max)
+        self._count = 0  # of this process's calls that wait
+        self._count_max = calls_max
         self._open: tuple[asyncio.AbstractEventLoop, AsyncClient] | None = None
 
     def __repr__(self) -> str:
@@ -240,9 +190,19 @@ class Service(Generic[S]):
                 f"{self!r}: the request did not come through ImmortalMiddleware: app.add_middleware("
                 f"ImmortalMiddleware, services=[...])"
             )
-        client = RequestClient(self._client, self.name, calls, self._room)
-        proxy: Any = RequestProxy(client, self._definition, self.name, self._timeout_s, calls)
+        proxy: Any = RequestProxy(self, calls)
         return proxy  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _slot(self) -> Iterator[None]:
+        """Count a call as waiting. Raises TooManyCalls."""
+        if self._count >= self._count_max:
+            raise TooManyCalls(f"{self._count_max} calls wait for {self.name!r} already, as many as it may be")
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
 
     def _client(self) -> AsyncClient:
         """Return the client of the running loop. Raises NotConnectable, UsageError."""

@@ -2,101 +2,89 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
-import sys
 import threading
+from contextlib import suppress
+from typing import Any
 
+import click
 import zmq
 
-from immortal.appsdk.client import ClientError
 from immortal.appsdk.client import connect as connect_client
 from immortal.appsdk.client.transport import Dealer
 from immortal.appsdk.patterns.clone.copies import connect
 from immortal.appsdk.patterns.clone.forwarder import Forwarder
 from immortal.appsdk.patterns.clone.frames import Look, Report, decode_answer, encode
-from immortal.appsdk.patterns.clone.model import (
-    CONNECT_S,
-    CloneError,
-    Place,
-)
+from immortal.appsdk.patterns.clone.model import CONNECT_S, Place
 from immortal.appsdk.patterns.clone.subscriber import Access
 from immortal.appsdk.patterns.clone.table import Table
+from immortal.protocol.command_line import Commands, FailedError, echo
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.safe_output import printable_message
 
 _SHOWN_MAX = 10  # clients shown of a publisher whose clients are all in step
 
 
-def _say(text: str) -> None:
-    """Print a line for people. Control characters in ``text`` (such as in names from elsewhere) are escaped."""
-    print(printable_message(text), flush=True)  # noqa: T201 (for a person)
+class _Commands(Commands):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:  # of an option or argument
+            raise FailedError(str(error)) from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m immortal.appsdk.patterns.clone", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    forward = commands.add_parser("forward", help="publish a table here as well, until Ctrl-C")
-    forward.add_argument("table", help="its name")
-    forward.add_argument("--listen", default="tcp://127.0.0.1:*", metavar="ENDPOINT", help="where clients connect to")
-    forward.add_argument("--advertise", default="", metavar="ENDPOINT", help="what clients are told instead")
-    forward.add_argument(
-        "--upstream", action="append", default=[], metavar="[NAME@]ENDPOINT", help="a forwarder, in place of the table"
-    )
-    forward.add_argument("--identity", help="whose keys it shows; by default those of the table")
-    forward.add_argument("--blocking", type=float, default=0.0, metavar="SECONDS", help="clients may hold up writers")
-    forward.add_argument("--insecure", action="store_true", help="without keys, for everybody")
-    show = commands.add_parser("show", help="the table, where it is published, and the clients there")
-    show.add_argument("table", help="its name")
-    show.add_argument("--all", action="store_true", help="all clients, not only those that are behind or were slow")
-    show.add_argument("--identity", help="whose keys to show")
-    watch = commands.add_parser("watch", help="print what changes, until Ctrl-C")
-    watch.add_argument("table", help="its name")
-    watch.add_argument("subtrees", nargs="*", default=[""], help="those of interest")
-    watch.add_argument("--identity", help="whose keys to show")
-    return parser
+@click.group(cls=_Commands)
+def main() -> None:
+    """Run forwarders, list the clients of a publisher, and watch a table."""
 
 
-def _forward(options: argparse.Namespace) -> None:
-    forwarder = Forwarder(
-        options.table,
-        options.listen,
-        upstream=options.upstream,
-        identity=options.identity,
-        advertise=options.advertise,
-        blocking_s=options.blocking,
-        insecure=options.insecure,
-    )
+@main.command()
+@click.argument("table")
+@click.option("--listen", default="tcp://127.0.0.1:*", metavar="ENDPOINT", help="Where clients connect to.")
+@click.option("--advertise", default="", metavar="ENDPOINT", help="What clients are told instead.")
+@click.option("--upstream", multiple=True, metavar="[NAME@]ENDPOINT", help="A forwarder, in place of the table.")
+@click.option("--identity", help="Whose keys it shows; by default those of the table.")
+@click.option(
+    "--blocking", "blocking_s", type=float, default=0.0, metavar="SECONDS", help="Clients may hold up writers."
+)
+@click.option("--insecure", is_flag=True, help="Without keys, for everybody.")
+def forward(table: str, **options: Any) -> None:
+    """Publish a table here as well, until Ctrl-C."""
+    forwarder = Forwarder(table, **options)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: forwarder.stop())
-    _say(f"forwarder {forwarder.id} of {options.table} at {forwarder.endpoint}")
+    echo(f"forwarder {forwarder.id} of {table} at {forwarder.endpoint}")
     forwarder.run()
 
 
-def _show(options: argparse.Namespace) -> None:
-    with connect_client(Table, options.table, identity=options.identity) as table:
-        status = table.status()
-        places = table.places()
+@main.command()
+@click.argument("table")
+@click.option("--all", "shows_all", is_flag=True, help="All clients, not only those that are behind or were slow.")
+@click.option("--identity", help="Whose keys to show.")
+def show(table: str, shows_all: bool, identity: str | None) -> None:
+    """Show the table, where it is published, and the clients there."""
+    with connect_client(Table, table, identity=identity) as proxy:
+        status = proxy.status()
+        places = proxy.places()
     sizes = f"{status.rows} rows, {status.size_bytes} bytes"
-    _say(f"{options.table}: update {status.number}, {sizes}, {status.present} clients")
+    echo(f"{table}: update {status.number}, {sizes}, {status.present} clients")
     for held in status.held_by:
-        _say(f"  writers wait for {held}")
+        echo(f"  writers wait for {held}")
     for place in places:
-        report = _look(options.table, place, options.identity)
+        report = _look(table, place, identity)
         what = "table" if place.is_table else "forwarder"
         if report is None:
-            _say(f"{what} at {place.endpoint}: no answer")
+            echo(f"{what} at {place.endpoint}: no answer")
             continue
-        _say(
+        echo(
             f"{what} at {place.endpoint}: update {report.number}, {len(report.streams)} clients; "
             f"{report.ended_slow} ended for being slow, {report.ended_silent} silent"
         )
-        shown = [one for one in report.streams if options.all or one.state != "in step" or one.dropped]
+        shown = [one for one in report.streams if shows_all or one.state != "in step" or one.dropped]
         for one in shown or report.streams[:_SHOWN_MAX]:
             subtrees = ",".join(subtree or "everything" for subtree in one.subtrees)
             who = f"{one.stream} {one.label or one.name or '-'}"
             waiting = f"{one.in_flight_bytes} bytes on their way, {one.waiting_bytes} of {one.mark_bytes} wait"
-            _say(f"  {who}: {one.state}, {waiting}, {one.policy}, {one.dropped} changes dropped; {subtrees}")
+            echo(f"  {who}: {one.state}, {waiting}, {one.policy}, {one.dropped} changes dropped; {subtrees}")
 
 
 def _look(table: str, place: Place, identity: str | None) -> Report | None:
@@ -118,38 +106,29 @@ def _look(table: str, place: Place, identity: str | None) -> Report | None:
         context.term()
 
 
-def _watch(options: argparse.Namespace) -> None:
+@main.command()
+@click.argument("table")
+@click.argument("subtrees", nargs=-1)
+@click.option("--identity", help="Whose keys to show.")
+def watch(table: str, subtrees: tuple[str, ...], identity: str | None) -> None:
+    """Print what changes in subtrees of a table (all of it by default), until Ctrl-C."""
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    with connect(options.table, subtrees=options.subtrees, label="watch", identity=options.identity) as clone:
+    with (
+        suppress(KeyboardInterrupt),
+        connect(table, subtrees=subtrees or ("",), label="watch", identity=identity) as clone,
+    ):
         changes = clone.changes(timeout=0.2)
         number, values = clone.snapshot()
         for key, value in sorted(values.items()):
-            _say(f"{key} = {value!r}")
+            echo(f"{key} = {value!r}")
         while not stopped.is_set():
             for one in changes:
                 if one.number > number:
-                    _say(
-                        f"{one.number}  {one.key} is gone"
-                        if one.is_gone
-                        else f"{one.number}  {one.key} = {one.value!r}"
-                    )
+                    echo(f"{one.number}  {one.key} " + ("is gone" if one.is_gone else f"= {one.value!r}"))
                 if stopped.is_set():
                     return
 
 
-def main() -> int:
-    options = _parser().parse_args()
-    commands = {"forward": _forward, "show": _show, "watch": _watch}
-    try:
-        commands[options.command](options)
-    except (ClientError, CloneError, ValueError) as error:
-        print(printable_message(f"clone: {error}"), file=sys.stderr)  # noqa: T201
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main(prog_name="python -m immortal.patterns.clone")

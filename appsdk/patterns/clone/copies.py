@@ -53,14 +53,22 @@ class Changed(Generic[V]):
     is_gone: bool = False
 
 
-class Changes(Generic[V]):
-    """Iterator over the changes since its creation. A reader that is too slow holds up the whole copy."""
-
-    def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
+class _Changes(Generic[V]):
+    def __init__(self, clone: Clone[V], timeout_s: float | None, rouse: Callable[[], None] | None = None) -> None:
         self._clone = clone
         self._timeout_s = timeout_s
         self._process_id = os.getpid()
         self._waiting: deque[Told] = deque()
+        self._rouse = rouse
+        clone._listen(self._waiting, rouse)
+
+    def close(self) -> None:
+        """Stop keeping changes for this iterator."""
+        self._clone._forget(self._waiting, self._rouse)
+
+
+class Changes(_Changes[V]):
+    """Iterator over the changes since its creation. A reader that is too slow holds up the whole copy."""
 
     def __iter__(self) -> Iterator[Changed[V]]:
         return self
@@ -72,11 +80,14 @@ class Changes(Generic[V]):
         Raises msgspec.ValidationError for a value of another type; the next call continues after it.
         """
         require_process(self._process_id, *_FORKED)
-        return self._clone._next(self._waiting, self._timeout_s)
-
-    def close(self) -> None:
-        """Stop keeping changes for this iterator."""
-        self._clone._forget(self._waiting)
+        clone, waiting = self._clone, self._waiting
+        with clone._shell.turned:
+            if not waiting and not clone._is_over:
+                clone._shell.turned.wait_for(lambda: bool(waiting) or clone._is_over, self._timeout_s)
+            told = clone._take(waiting)
+        if told is None:
+            raise StopIteration
+        return clone._changed(told)
 
     def __enter__(self) -> Changes[V]:
         return self
@@ -179,7 +190,6 @@ class _Copy(Mapping[str, V]):
         return self._shell.closing or bool(self._shell.machine.replica.ended)
 
     def _raise(self) -> None:
-        """Raise the error that ended the copy."""
         error, ended = self._shell.error, self._shell.machine.replica.ended
         if error is not None:
             raise CloneError(f"the copy can't be followed: {type(error).__name__}: {error}") from error
@@ -264,9 +274,7 @@ class Clone(_Copy[V]):
 
         ``timeout``: seconds without a change after which it ends; None: no limit.
         """
-        changes = Changes(self, timeout)
-        self._listen(changes._waiting)
-        return changes
+        return Changes(self, timeout)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -300,16 +308,6 @@ class Clone(_Copy[V]):
         return number
 
     # --- changes -----------------------------------------------------------------------------------------------------
-
-    def _next(self, waiting: deque[Told], timeout_s: float | None) -> Changed[V]:
-        turned = self._shell.turned
-        with turned:
-            if not waiting and not self._is_over:
-                turned.wait_for(lambda: bool(waiting) or self._is_over, timeout_s)
-            told = self._take(waiting)
-        if told is None:
-            raise StopIteration
-        return self._changed(told)
 
     def _take(self, waiting: deque[Told]) -> Told | None:
         """Take the next change; None if there is none. Raises Ended when no more can follow. The caller must hold the
@@ -373,16 +371,12 @@ def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
 # The same for asyncio. The clone's thread follows the table; all waiting here is by ``await``.
 
 
-class AsyncChanges(Generic[V]):
+class AsyncChanges(_Changes[V]):
     """Changes for asyncio: ``async for change in prices.changes():``. Like
     :class:`~immortal.appsdk.patterns.clone.copies.Changes`.
     """
 
     def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
-        self._clone = clone
-        self._timeout_s = timeout_s
-        self._waiting: deque[Told] = deque()
-        self._process_id = os.getpid()
         self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -390,8 +384,7 @@ class AsyncChanges(Generic[V]):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._came.set)
 
-        self._rouse: Callable[[], None] = rouse
-        clone._listen(self._waiting, rouse)
+        super().__init__(clone, timeout_s, rouse)
 
     def __aiter__(self) -> AsyncIterator[Changed[V]]:
         return self
@@ -411,10 +404,6 @@ class AsyncChanges(Generic[V]):
                 await asyncio.wait_for(self._came.wait(), self._timeout_s)
             except TimeoutError:
                 raise StopAsyncIteration from None
-
-    def close(self) -> None:
-        """Stop keeping changes for this iterator."""
-        self._clone._forget(self._waiting, self._rouse)
 
 
 class AsyncClone(_Copy[V]):

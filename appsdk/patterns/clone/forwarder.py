@@ -144,7 +144,6 @@ class Forwarder:
                     os.eventfd_read(self._wake)
 
     def _take(self, news: News) -> None:
-        """Publish an update of the copy to the clients."""
         publisher, table = self._publisher, self._replica.table
         publishing = publisher.publishing
         if publishing is None or publishing.table != table or news.number < publishing.entries.number:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -166,12 +167,11 @@ class Entries(msgspec.Struct):
         before = self.rows.pop(key, None)
         if before is not None:
             self.size_bytes -= size_bytes(before)
+        self.gone.pop(key, None)
         if row.value is not None:
-            self.gone.pop(key, None)
             self.rows[key] = row
             self.size_bytes += size_bytes(row)
         else:
-            self.gone.pop(key, None)
             self.gone[key] = row.number
             if len(self.gone) > GONE_MAX:
                 oldest = next(iter(self.gone))
@@ -184,7 +184,9 @@ class Entries(msgspec.Struct):
         """
         if number < self.forgotten or number > self.number:
             return None
-        found = [*self._rows_since(number), *self._gone_since(number)]
+        found = list(takewhile(lambda row: row.number > number, reversed(self.rows.values())))
+        for key, at in takewhile(lambda one: one[1] > number, reversed(self.gone.items())):
+            found.append(Row(key, at, None))
         found.sort(key=lambda row: row.number)
         return found
 
@@ -193,18 +195,6 @@ class Entries(msgspec.Struct):
         found = [*self.rows.values(), *(Row(key, at, None) for key, at in self.gone.items())]
         found.sort(key=lambda row: row.number)
         return found
-
-    def _rows_since(self, number: int) -> Iterator[Row]:
-        for row in reversed(self.rows.values()):
-            if row.number <= number:
-                return
-            yield row
-
-    def _gone_since(self, number: int) -> Iterator[Row]:
-        for key, at in reversed(self.gone.items()):
-            if at <= number:
-                return
-            yield Row(key, at, None)
 
     def copy(self) -> Entries:
         """Return a copy that shares the rows, which never change."""

@@ -7,7 +7,7 @@ flush(now_ns)   sends as much as there is room   left       streams that have en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from immortal.appsdk.patterns.clone.frames import (
     Activate,
@@ -152,17 +152,9 @@ class Publication:
             self._forget(before)
         try:
             _check(asked, may_block=self._blocking_s > 0)
-            subtrees = check_subtrees(asked.subtrees)
+            visible = self._visible(name, asked)
         except ValueError as error:
             self._say(route, Refused(asked.stream, str(error), again=False))
-            return
-        visible = self._entitlements.visible(name, subtrees, relay=asked.relay)
-        if not visible:
-            reason = _may_not(name, subtrees, relay=asked.relay)
-            self._say(route, Refused(asked.stream, reason, again=False))
-            return
-        if asked.policy == "block" and not self._entitlements.may_block(name):
-            self._say(route, Refused(asked.stream, _may_not_block(name), again=False))
             return
         has_copy = asked.table == self.table and asked.number > 0
         after = asked.number if has_copy and tuple(asked.had) == visible else EVERYTHING
@@ -211,7 +203,10 @@ class Publication:
         beat = now_ns - self._beat_ns >= BEAT_S * SECOND_NS
         if beat:
             self._beat_ns = now_ns
-            self._end_silent(now_ns)
+            since_ns = now_ns - int(SILENCE_S * SECOND_NS)
+            for stream in [one for one in self._streams.values() if one.heard_ns < since_ns]:
+                self.ended_silent += 1
+                self._end(stream, f"nothing was heard for {SILENCE_S:g} s", again=True)
         joining = {stream.view for stream in self._streams.values() if stream.is_waiting}
         for view in self._views:
             if beat or view in joining or view.pending:
@@ -260,30 +255,36 @@ class Publication:
             reason += f"; it held up others for {self._blocking_s:g} s"
         self._end(stream, reason, again=False)
 
-    def _end_silent(self, now_ns: int) -> None:
-        since_ns = now_ns - int(SILENCE_S * SECOND_NS)
-        for stream in [one for one in self._streams.values() if one.heard_ns < since_ns]:
-            self.ended_silent += 1
-            self._end(stream, f"nothing was heard for {SILENCE_S:g} s", again=True)
-
     def _check_rights(self) -> None:
         """Check all streams against new entitlements. A client that now sees another part gets all of it again."""
         for stream in list(self._streams.values()):
-            asked = stream.asked
-            subtrees = check_subtrees(asked.subtrees)
-            visible = self._entitlements.visible(stream.name, subtrees, relay=asked.relay)
-            if visible and asked.policy == "block" and not self._entitlements.may_block(stream.name):
-                self._end(stream, _may_not_block(stream.name), again=False)
+            try:
+                visible = self._visible(stream.name, stream.asked)
+            except ValueError as error:
+                self._end(stream, str(error), again=False)
                 continue
-            if visible == stream.view.visible:
-                continue
-            if not visible:
-                self._end(stream, _may_not(stream.name, subtrees, relay=asked.relay), again=False)
-                continue
-            self._stop_walking(stream)
-            self._views.leave(stream.view)
-            stream.start_anew(self._views.use(visible, self.entries.number))
-            self._say(stream.route, Activated(asked.stream, self.table, list(visible), self.entries.forgotten))
+            if visible != stream.view.visible:
+                self._stop_walking(stream)
+                self._views.leave(stream.view)
+                stream.start_anew(self._views.use(visible, self.entries.number))
+                activated = Activated(stream.asked.stream, self.table, list(visible), self.entries.forgotten)
+                self._say(stream.route, activated)
+
+    def _visible(self, name: str, asked: Activate) -> tuple[str, ...]:
+        """Return the subtrees that a client gets. Raises ValueError if it may not have the stream."""
+        subtrees = check_subtrees(asked.subtrees)
+        visible = self._entitlements.visible(name, subtrees, relay=asked.relay)
+        who = repr(name) if name else "who shows no key"
+        if not visible and asked.relay:
+            raise ValueError(f"{who} is no forwarder here: entitle it with relay=True")
+        if not visible:
+            raise ValueError(f"{who} may see nothing of {', '.join(map(repr, subtrees)) or 'no subtree at all'}")
+        if asked.policy == "block" and not self._entitlements.may_block(name):
+            raise ValueError(
+                f"{who} may not hold up writers: ask for 'drop' or 'disconnect', or have it entitled with "
+                f"may_block=True"
+            )
+        return visible
 
     def _trim(self) -> None:
         needed = {view: view.end for view in self._views}
@@ -339,23 +340,6 @@ def _check(asked: Activate, *, may_block: bool) -> None:
         raise ValueError(f"update {asked.number}: they are numbered from 1 on")
     if asked.policy == "block" and not may_block:
         raise ValueError("policy 'block': nobody may hold up writers here; ask for 'drop' or 'disconnect'")
-
-
-def _may_not_block(name: str) -> str:
-    return (
-        f"{_who(name)} may not hold up writers: ask for 'drop' or 'disconnect', or have it entitled with may_block=True"
-    )
-
-
-def _who(name: str) -> str:
-    return repr(name) if name else "who shows no key"
-
-
-def _may_not(name: str, subtrees: Iterable[str], *, relay: bool) -> str:
-    who = _who(name)
-    if relay:
-        return f"{who} is no forwarder here: entitle it with relay=True"
-    return f"{who} may see nothing of {', '.join(map(repr, subtrees)) or 'no subtree at all'}"
 
 
 def _entitlement(row: Row) -> Entitlement | None:

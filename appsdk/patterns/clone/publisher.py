@@ -91,7 +91,11 @@ class Publisher:
         if self.publishing is None:
             return BEAT_S if is_read else 0.0
         if now_s >= self._due_s():
-            self._flush(int(now_s * 1e9))
+            self.publishing.flush(int(now_s * 1e9))
+            outgoing, self.publishing.outgoing = self.publishing.outgoing, []
+            for route, data in outgoing:
+                if not self._listener.send(route, data):
+                    self.publishing.lost(route)
             self._flushed_s = time.monotonic()
             busy_s = FLUSH_PAUSES * (self._flushed_s - now_s)
             self._pause_s = max(FLUSH_S_MIN, min(busy_s, FLUSH_S_MAX))
@@ -99,20 +103,8 @@ class Publisher:
         return max(0.0, self._due_s() - time.monotonic()) if is_read else 0.0
 
     def _due_s(self) -> float:
-        """Return the time of the next flush."""
         is_dirty = self.publishing is not None and self.publishing.is_dirty
         return self._flushed_s + (self._pause_s if is_dirty else BEAT_S)
-
-    def _flush(self, now_ns: int) -> None:
-        """Send all that clients have room for."""
-        publishing = self.publishing
-        if publishing is None:
-            return
-        publishing.flush(now_ns)
-        outgoing, publishing.outgoing = publishing.outgoing, []
-        for route, data in outgoing:
-            if not self._listener.send(route, data):
-                publishing.lost(route)
 
     def close(self) -> None:
         self._listener.close(CLOSE_LINGER_MS)
@@ -160,12 +152,6 @@ class Feed:
 _feeds: dict[int, Feed] = {}  # by the instance's committer ID: an undo creates another object of the class
 
 
-def open_feed(table: Any) -> Feed:
-    """Open the feed of the instance ``table``, which has one publisher in the life of its process."""
-    feed = _feeds[table._immortal_context.committer_id] = Feed()
-    return feed
-
-
 def feed_of(table: Any) -> Feed | None:
     return _feeds.get(table._immortal_context.committer_id)
 
@@ -177,22 +163,6 @@ _SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
 _PRESENCES_MAX = 1000  # of one message
 
 
-def run_publisher(table: Any, says: Any, listen: str, blocking_s: float) -> None:
-    """Publish until the process ends. ``says``: impulses to ``table``. Raises CloneError, Disconnected."""
-    name = table._immortal_context.instance_name
-    home = _home()
-    feed = open_feed(table)
-    publisher = Publisher(listen, home=home, identity=name if has_keys(home, name) else "")
-    says.publisher_begins(_place(publisher, 0, blocking_s))
-    _TablePublisher(name, publisher, feed, says, blocking_s).run()
-
-
-def _home() -> Path:
-    """Return the registry folder: the app's secret is in the instance's folder there."""
-    secret_file = os.environ.get(_SECRET_FILE_VARIABLE)
-    return home_of(Path(secret_file).absolute().parent.parent if secret_file else None)
-
-
 def has_keys(home: Path, name: str) -> bool:
     try:
         return pair_of(home / name, name) is not None
@@ -200,18 +170,24 @@ def has_keys(home: Path, name: str) -> bool:
         return True  # there are keys; the code that uses them reports the problem
 
 
-class _TablePublisher:
-    def __init__(self, name: str, publisher: Publisher, feed: Feed, says: Any, blocking_s: float) -> None:
-        self._name = name
-        self._publisher = publisher
-        self._feed = feed
+class TablePublisher:
+    """Publisher of ``table``, one in the life of its process. ``says``: impulses to it. Raises CloneError."""
+
+    def __init__(self, table: Any, says: Any, listen: str, blocking_s: float) -> None:
+        self._name = name = table._immortal_context.instance_name
+        secret_file = os.environ.get(_SECRET_FILE_VARIABLE)  # it is in the instance's folder in the registry folder
+        home = home_of(Path(secret_file).absolute().parent.parent if secret_file else None)
+        self._feed = _feeds[table._immortal_context.committer_id] = Feed()
+        self._publisher = Publisher(listen, home=home, identity=name if has_keys(home, name) else "")
         self._says = says
         self._blocking_s = blocking_s
         self._said_held: list[str] = []
         self._said_s = float("-inf")
 
     def run(self) -> None:
+        """Publish until the process ends. Raises Disconnected."""
         publisher, feed = self._publisher, self._feed
+        self._says.publisher_begins(self._place(0))
         poll = select.poll()
         poll.register(publisher.fileno(), select.POLLIN)
         poll.register(feed.fileno(), select.POLLIN)
@@ -244,13 +220,11 @@ class _TablePublisher:
             return
         self._said_s = now_s
         joined, left = drain_presences(publishing)
-        place = _place(self._publisher, len(publishing), self._blocking_s)
-        self._says.publisher_says(joined, left, held, place)
+        self._says.publisher_says(joined, left, held, self._place(len(publishing)))
         self._said_held = held
 
-
-def _place(publisher: Publisher, streams: int, blocking_s: float) -> Place:
-    return Place(publisher.endpoint, "", streams, is_table=True, may_block=blocking_s > 0)
+    def _place(self, streams: int) -> Place:
+        return Place(self._publisher.endpoint, "", streams, is_table=True, may_block=self._blocking_s > 0)
 
 
 def drain_presences(publishing: Publication) -> tuple[list[Presence], list[str]]:

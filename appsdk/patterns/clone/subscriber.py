@@ -124,7 +124,7 @@ class Replica:
         self.problem = ""
         self.is_whole = False  # True when the present stream has completed the copy
         self.is_ahead = False  # True if the publisher refused it because the copy is newer
-        self._stream = 0
+        self.stream = 0
         self._had: tuple[str, ...] = ()  # the subtrees of the copy
         self._told_table = ""
         self._staged: list[Told] = []
@@ -133,13 +133,9 @@ class Replica:
         self._acknowledged_bytes = 0
         self._dropped = 0  # of this stream
 
-    @property
-    def stream(self) -> int:
-        return self._stream
-
     def activate(self, *, anew: bool = False) -> Activate:
         """Return the request for a new stream. ``anew``: from the beginning, as if there were no copy."""
-        self._stream += 1
+        self.stream += 1
         self.subtrees = None
         self.is_whole = False
         self._staged, self._staged_after = [], None
@@ -147,7 +143,7 @@ class Replica:
         options = self.options
         table, number = ("", 0) if anew else (self.table, self.number)
         return Activate(
-            self._stream,
+            self.stream,
             list(options.subtrees),
             table,
             number,
@@ -164,18 +160,18 @@ class Replica:
         if isinstance(answer, Part):
             return self.subtrees is not None and self._part(answer, size_bytes)
         if isinstance(answer, Activated):
-            if answer.stream == self._stream:
+            if answer.stream == self.stream:
                 self.subtrees, self._told_table, self.problem = tuple(answer.subtrees), answer.table, ""
                 self.forgotten = answer.forgotten
                 self._staged, self._staged_after = [], None
-        elif isinstance(answer, (Refused, Finished)) and answer.stream == self._stream:
+        elif isinstance(answer, (Refused, Finished)) and answer.stream == self.stream:
             self.subtrees = None
             self.problem = answer.reason
             self.is_ahead = isinstance(answer, Refused) and answer.is_behind
             if not answer.again:
                 self.ended = answer.reason
             return answer.again
-        elif isinstance(answer, Dropped) and answer.stream == self._stream:
+        elif isinstance(answer, Dropped) and answer.stream == self.stream:
             self.counts.dropped += answer.count - self._dropped
             self._dropped = answer.count
         return False
@@ -201,21 +197,17 @@ class Replica:
             whole = changes
             changes = self._replace(changes, part.number)
         else:
-            self._apply(changes)
+            for key, _, value in changes:
+                if value is not None:
+                    self.values[key] = value
+                else:
+                    self.values.pop(key, None)
             if not self.is_whole:
                 self.counts.resumed += 1
         self.is_whole = True
         self._had = self.subtrees or ()
         self.number = part.number
         return News(changes, part.number, whole, part.is_conflated)
-
-    def _apply(self, changes: Sequence[Told]) -> None:
-        values = self.values
-        for key, _, value in changes:
-            if value is not None:
-                values[key] = value
-            else:
-                values.pop(key, None)
 
     def _replace(self, changes: Sequence[Told], number: int) -> list[Told]:
         """Replace the copy and return the differences as changes."""
@@ -286,7 +278,6 @@ class Subscriber:
 
     @property
     def _pause_s(self) -> float:
-        """Time between two pings."""
         if self._is_sure and not self._unanswered:
             return BEAT_S
         return float(min(BEAT_S, ASK_S * ASK_GROWTH ** min(self._unanswered, 10)))
@@ -295,7 +286,7 @@ class Subscriber:
         """Process what has arrived and return at most ``news_max`` changes; the rest with the next call."""
         found: list[News] = []
         if self.replica.ended:
-            self._disconnect()
+            self.close()
             return found
         if not self._dealer.is_open:
             if now_s < self._next_try_s:
@@ -321,40 +312,30 @@ class Subscriber:
             places = list(self._find(self._tries > 0))
             if not places:
                 raise NotConnectable("it is published nowhere yet")
-            self._open(self._choose(places, now_s))
+            # A place that has not failed recently, if there is one; at random among the first two, to spread clients.
+            fresh = [place for place in places if now_s >= self._failed_until_s.get(place.endpoint, 0.0)]
+            found = self._finder_of(self._random.choice(fresh[:2] or places)).find()
+            self._dealer.open(found.endpoints[0], found, self._tries)
         except NotConnectable as error:
             self.problem = str(error)
             self._retry(now_s)
             return
-        self._heard_s = self._pinged_s = now_s
-        self._is_asked = False
-
-    def _choose(self, places: Sequence[Place], now_s: float) -> Place:
-        """Choose a place that has not failed recently, if there is one; at random among the first two, to spread
-        clients.
-        """
-        fresh = [place for place in places if now_s >= self._failed_until_s.get(place.endpoint, 0.0)]
-        return self._random.choice(fresh[:2] or list(places))
-
-    def _open(self, place: Place) -> None:
-        """Connect to a place. Raises NotConnectable."""
-        found = self._finder_of(place).find()
-        self._dealer.open(found.endpoints[0], found, self._tries)
         self._watch.problem = ""  # else it would be that of the earlier place
         self._connections = self._watch.connections
         self._endpoint = found.endpoints[0]
+        self._heard_s = self._pinged_s = now_s
+        self._is_asked = False
 
-    def _disconnect(self) -> None:
+    def close(self) -> None:
         self._dealer.close()
         self.replica.subtrees = None
 
     def _retry(self, now_s: float) -> None:
-        """Connect again soon, to another place if there is one."""
         if self._dealer.is_open:
             self._failed_until_s[self._endpoint] = now_s + LEASE_S
             if len(self._failed_until_s) > FORWARDERS_MAX:
                 self._failed_until_s.clear()
-        self._disconnect()
+        self.close()
         pause_s = min(RETRY_S * 1.5 ** min(self._tries, 20), RETRY_S_MAX)
         self._tries += 1
         self._next_try_s = now_s + pause_s * (0.5 + self._random.random())
@@ -376,7 +357,6 @@ class Subscriber:
             self._retry(now_s)
 
     def _ask(self, now_s: float) -> None:
-        """Request a stream that continues the copy."""
         behind_since_s = self._behind_since_s
         request = self.replica.activate(anew=behind_since_s is not None and now_s - behind_since_s > _BEHIND_S)
         self._is_asked = self._say(request)
@@ -429,7 +409,7 @@ class Subscriber:
         if came:
             self._again(now_s)
         elif self.replica.ended:
-            self._disconnect()
+            self.close()
         else:
             self._acknowledge()
         return None
@@ -471,9 +451,6 @@ class Subscriber:
             self._say(Deactivate(self.replica.stream))
         else:
             self.has_ended = True
-
-    def close(self) -> None:
-        self._disconnect()
 
 
 # Places where a table is published: from the table, or given by hand.

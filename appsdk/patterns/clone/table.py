@@ -41,7 +41,7 @@ from immortal.appsdk.patterns.clone.model import (
     encode,
     may_be_seen,
 )
-from immortal.appsdk.patterns.clone.publisher import feed_of, run_publisher
+from immortal.appsdk.patterns.clone.publisher import TablePublisher, feed_of
 from immortal.protocol import decoding
 
 ROWS_MAX = 1_000_000
@@ -220,7 +220,7 @@ class Table(Immortal, roles=ROLES):
     @on_primary
     def publish(self, impulses: Impulses) -> None:
         """Run the publisher in the app's own process."""
-        run_publisher(self, impulses.to(self), self.listen, self.blocking_s)
+        TablePublisher(self, impulses.to(self), self.listen, self.blocking_s).run()
 
     @impulse
     def publisher_begins(self, place: Place) -> None:
@@ -245,20 +245,15 @@ class Table(Immortal, roles=ROLES):
         """Process a forwarder's report, sent once a second. ``begins``: it reports all its streams again."""
         if forwarder not in self.forwarders and len(self.forwarders) >= FORWARDERS_MAX:
             raise TableFull(f"there are {FORWARDERS_MAX} forwarders, which is as many as may be")
-        self._check_identity(place.identity)
+        name = place.identity  # clients will trust its keys
+        if name and name != self._immortal_context.instance_name:
+            row = self.entries.rows.get(f"{ENTITLED}/{name}")
+            if row is None or row.value is None or not decoding.decode(row.value, type=Entitlement).relay:
+                raise ValueError(f"{name!r} is no forwarder here: entitle it with relay=True")
         if begins:
             with self._publishing() as rows:
                 self._lose(rows, forwarder)
         self._hear(forwarder, place, joined, left, held_by)
-
-    def _check_identity(self, name: str) -> None:
-        """Check that clients can trust the keys of ``name`` as a forwarder's. Raises ValueError."""
-        if name and name != self._immortal_context.instance_name and not self._may_relay(name):
-            raise ValueError(f"{name!r} is no forwarder here: entitle it with relay=True")
-
-    def _may_relay(self, name: str) -> bool:
-        row = self.entries.rows.get(f"{ENTITLED}/{name}")
-        return row is not None and row.value is not None and decoding.decode(row.value, type=Entitlement).relay
 
     @rpc
     def forwarder_ends(self, forwarder: str) -> None:
@@ -273,7 +268,9 @@ class Table(Immortal, roles=ROLES):
         return forwarder in self.forwarders
 
     def _hear(self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str]) -> None:
-        self._listen()
+        now_ns = immortal.now_ns()
+        self.listened_ns += min(max(0, now_ns - self.looked_ns), int(BEAT_S * 1e9))
+        self.looked_ns = now_ns
         known = self.forwarders.setdefault(forwarder, Forwarding(place, self.listened_ns))
         known.place, known.heard_ns, known.held_by = place, self.listened_ns, held_by
         with self._publishing() as rows:
@@ -288,26 +285,17 @@ class Table(Immortal, roles=ROLES):
             if gone:
                 ended = set(gone)
                 known.streams = [stream for stream in known.streams if stream not in ended]
-        self._lose_silent()
-        self._tell_room()
-        feed = feed_of(self)
-        if feed is not None:
-            feed.has_forwarders = len(self.forwarders) > 1
-
-    def _listen(self) -> None:
-        now_ns = immortal.now_ns()
-        self.listened_ns += min(max(0, now_ns - self.looked_ns), int(BEAT_S * 1e9))
-        self.looked_ns = now_ns
-
-    def _lose_silent(self) -> None:
         since_ns = self.listened_ns - int(LEASE_S * 1e9)
         for name in [name for name, one in self.forwarders.items() if one.heard_ns < since_ns and name != _OWN]:
             with self._publishing() as rows:
                 self._lose(rows, name)
             del self.forwarders[name]
+        self._tell_room()
+        feed = feed_of(self)
+        if feed is not None:
+            feed.has_forwarders = len(self.forwarders) > 1
 
     def _lose(self, rows: list[Row], forwarder: str) -> None:
-        """Remove all streams of a forwarder."""
         known = self.forwarders.get(forwarder)
         if known is not None:
             for stream in known.streams:

@@ -251,7 +251,6 @@ class Grouped(Immortal):
         )
 
     def _group_members(self, source: Group, own: str, view: int, members: Iterable[str]) -> Any:
-        """Return a multicast to the members."""
         definition = definition_of(type(self))
         destinations = source.destinations(own, definition, members)
         return Multicast(self._immortal_context, destinations, Scope(source.name, view))

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
 from immortal.protocol.identity import IdentityConflict, chained_digest, digest_prefix
 
 # Limits of the pipeline, with their reasons.
@@ -42,7 +43,7 @@ DEATHS_MAX = 3  # a task is set aside after so many workers were lost with it al
 LOST_PARTS = 16  # lost tasks are split into so many parts, so that a task that kills workers is found
 
 
-class BatchError(Exception):
+class BatchError(ImmortalError):
     """Raised if the cluster or the collector can't do that with this batch: what came, and what was expected."""
 
 
@@ -113,12 +114,12 @@ def array(items: Sequence[bytes]) -> bytes:
     return _encode([msgspec.Raw(item) for item in items])
 
 
-def split(values: bytes) -> list[msgspec.Raw]:
-    """Split a MessagePack array. Raises ValueError if it is none."""
+def split(values: bytes, what: str = "tasks") -> list[msgspec.Raw]:
+    """Split a MessagePack array. Raises BatchError if it is none; ``what`` should be one."""
     try:
         return _items.decode(values)
     except decoding.DecodeError as error:
-        raise ValueError(f"a MessagePack array was expected: {error}") from None
+        raise BatchError(f"{what}: a MessagePack array was expected: {error}") from None
 
 
 def cut(values: bytes, start: int, stop: int) -> bytes:
@@ -284,10 +285,7 @@ class Contents(msgspec.Struct, frozen=True):
 
 def tasks_of(name: str, first: int, tasks: bytes) -> list[msgspec.Raw]:
     """Split an array of tasks. Raises BatchError."""
-    try:
-        return split(tasks)
-    except ValueError as error:
-        raise BatchError(f"batch {name!r}, tasks from {first} on: {error}") from None
+    return split(tasks, f"batch {name!r}, tasks from {first} on")
 
 
 class Batch(msgspec.Struct):
@@ -397,10 +395,7 @@ class Batch(msgspec.Struct):
     def respond(self, response: Response) -> list[Response]:
         """Process results and return the new ones. Raises BatchError."""
         stop = response.first + response.count
-        try:
-            count = len(split(response.values))
-        except ValueError as error:
-            raise BatchError(f"results from {response.first} on: {error}") from None
+        count = len(split(response.values, f"results from {response.first} on"))
         if count != response.count or not 0 <= response.first <= stop <= self.put_count:
             raise BatchError(
                 f"{count} results from {response.first} on came as {response.count}; of batch {response.batch!r} "

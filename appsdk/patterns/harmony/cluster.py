@@ -122,7 +122,7 @@ class Cluster(Immortal, roles=ROLES):
     @query
     def batches(self) -> list[str]:
         """Return the names of all known batches, the open ones last."""
-        return self.dispatch.names()
+        return [*self.dispatch.ended, *self.dispatch.batches]
 
     # --- for workers -------------------------------------------------------------------------------------------------
 
@@ -173,14 +173,11 @@ class Cluster(Immortal, roles=ROLES):
             self.dispatch.leave(worker)
         self._call()
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _listen(self, worker: str) -> None:
         self.dispatch.hear(worker)
         self._pass_on(self.dispatch.listen(immortal.now_ns(), self.silence_s, self.deaths_max))
 
     def _pass_on(self, responses: Sequence[Response]) -> None:
-        """Send results to the collectors."""
         for response in responses:
             batch = self.dispatch.batches[response.batch]
             self._to_collector(batch.collector, "accept_of")(response, batch.function, batch.life)
@@ -265,23 +262,18 @@ class Dispatch(msgspec.Struct):
             return Begun(self.ended[name].put, known.life)
         batch = self.batches.get(name)
         if batch is None:
+            for what, text in (("batch", name), ("function", function), ("collector", collector)):
+                _check_name(what, text)
+            if len(self.batches) >= BATCHES_OPEN_MAX:
+                raise BatchError(f"batch {name!r}: {BATCHES_OPEN_MAX} batches are open, that is all a cluster takes")
             self.lives += 1
             life = Life(cluster, self.lives, again)
             for worker in self.workers.values():
                 if worker.lease is not None and worker.lease.batch == name:
                     worker.lease = None  # of the earlier batch with the name
-            batch = self._add(name, Batch(function, collector, digest=EMPTY_DIGEST, life=life))
+            batch = self.batches[name] = Batch(function, collector, digest=EMPTY_DIGEST, life=life)
         batch.contents.check_target(name, function, collector)
         return Begun(batch.put_count, batch.life)
-
-    def _add(self, name: str, batch: Batch) -> Batch:
-        """Add a batch. Raises BatchError."""
-        for what, text in (("batch", name), ("function", batch.function), ("collector", batch.collector)):
-            _check_name(what, text)
-        if len(self.batches) >= BATCHES_OPEN_MAX:
-            raise BatchError(f"batch {name!r}: {BATCHES_OPEN_MAX} batches are open, that is all a cluster takes")
-        self.batches[name] = batch
-        return batch
 
     def put(
         self, name: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"", life: Life | None = None
@@ -289,20 +281,16 @@ class Dispatch(msgspec.Struct):
         """Add tasks to a batch and return True if there is room for more. Raises BatchError, BatchConflict."""
         self._check_life(name, life)
         ended = self.ended.get(name)
-        if ended is not None:
-            self._check_put(name, first, tasks, behind, ended)
+        if ended is not None:  # a restarted ventilator sends them again
+            stop = first + len(tasks_of(name, first, tasks))
+            if stop > ended.put:
+                raise BatchError(f"batch {name!r} has ended with {ended.put} tasks, and task {stop - 1} came")
+            if stop == ended.put:
+                self.ended_contents[name].check_tasks(name, behind)
             return True
         batch = self.batch(name)
         batch.put(name, first, tasks, before, behind)
         return not batch.is_full
-
-    def _check_put(self, name: str, first: int, tasks: bytes, behind: bytes, ended: Progress) -> None:
-        """Check tasks that a restarted ventilator sends again to an ended batch. Raises BatchError, BatchConflict."""
-        stop = first + len(tasks_of(name, first, tasks))
-        if stop > ended.put:
-            raise BatchError(f"batch {name!r} has ended with {ended.put} tasks, and task {stop - 1} came")
-        if stop == ended.put:
-            self.ended_contents[name].check_tasks(name, behind)
 
     def end(self, name: str, size: int, digest: bytes = b"", life: Life | None = None) -> str | None:
         """End a batch and return the collector to notify; None: it had ended. Raises BatchError, BatchConflict."""
@@ -454,10 +442,6 @@ class Dispatch(msgspec.Struct):
             if known.lease is not None and known.lease.batch == name
         )
         return Progress(name, batch.put_count, batch.size, given, len(batch.done), batch.failed, batch.resent, workers)
-
-    def names(self) -> list[str]:
-        """Return the names of all known batches, the open ones last."""
-        return [*self.ended, *self.batches]
 
 
 def _check_name(what: str, name: str) -> None:

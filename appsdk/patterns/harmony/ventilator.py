@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, Unpack
 
 from immortal.appsdk.calls.codec import encode_value
-from immortal.appsdk.client import TIMEOUT_DEFAULT_S, ReachOptions
+from immortal.appsdk.client import TIMEOUT_DEFAULT_S, Connector, ReachOptions
 from immortal.appsdk.client import connect as connect_to
 from immortal.appsdk.patterns.harmony.batch import (
     FLUSH_S,
@@ -83,22 +84,17 @@ class Batch:
         """
         reported_s = time.monotonic()
         rest = iter(tasks)
-        self._check_sent(rest)
+        if self.sent:  # compare the tasks that were sent before
+            self.flush()
+            digest = digest_of(islice(rest, self.sent))
+            self._cluster.put(self.name, self.sent, _NO_TASKS, digest, digest, self._life)
+            self._packer.know(digest)
         for task in rest:
             self.put(task)
             if report is not None and time.monotonic() - reported_s >= _PROGRESS_S:
                 report(self.progress())
                 reported_s = time.monotonic()
         self.end()
-
-    def _check_sent(self, tasks: Iterator[Any]) -> None:
-        """Take the tasks that were sent before from the front of ``tasks``. Raises BatchConflict, TypeError."""
-        if not self.sent:
-            return
-        self.flush()
-        digest = digest_of(islice(tasks, self.sent))
-        self._cluster.put(self.name, self.sent, _NO_TASKS, digest, digest, self._life)
-        self._packer.know(digest)
 
     def put(self, task: Any) -> None:
         """Add the next task. It is sent with others, or after FLUSH_S with the next one; this waits while the cluster
@@ -175,18 +171,10 @@ class Batch:
             pause_s = min(2 * pause_s, _PROGRESS_S)
 
 
-class Connector:
-    """Connector that ``connect(...)`` returns, for one ``with`` block."""
-
-    def __init__(self, client: Any, collector: Callable[[str], Any]) -> None:
-        self._client = client
-        self._collector = collector
-
-    def __enter__(self) -> Ventilator:
-        return Ventilator(self._client.__enter__(), self._collector)
-
-    def __exit__(self, *error: Any) -> None:
-        self._client.__exit__(*error)
+@contextmanager
+def _connected(client: Connector[Cluster, Any], collector: Callable[[str], Any]) -> Iterator[Ventilator]:
+    with client as cluster:
+        yield Ventilator(cluster, collector)
 
 
 def connect(
@@ -194,7 +182,7 @@ def connect(
     *,
     timeout: float | None = TIMEOUT_DEFAULT_S,
     **options: Unpack[ReachOptions],
-) -> Connector:
+) -> AbstractContextManager[Ventilator]:
     """Connect to a cluster to send batches: ``with connect("cluster") as cluster: cluster.batch(...).send(tasks)``.
 
     ``timeout``: of each message, in seconds; None: no limit. The rest as in :func:`immortal.client.connect`; collectors
@@ -204,7 +192,7 @@ def connect(
         raise TypeError(f"connect({cluster!r}): the name of a cluster was expected")
     client = connect_to(Cluster, cluster, timeout=timeout, **options)
     of_collectors: ReachOptions = {**options, "endpoints": (), "server_keys": ()}
-    return Connector(client, lambda name: connect_to(Collector, name, timeout=timeout, **of_collectors))
+    return _connected(client, lambda name: connect_to(Collector, name, timeout=timeout, **of_collectors))
 
 
 # Packing of a ventilator's tasks into runs of a message's size. No I/O, no clock.
@@ -261,7 +249,6 @@ def digest_of(tasks: Iterable[Any]) -> bytes:
 
 
 def _encoded(task: Any, number: int) -> bytes:
-    """Encode a task. Raises TypeError."""
     try:
         return encode_value(task)
     except Exception as error:

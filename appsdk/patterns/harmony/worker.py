@@ -36,11 +36,14 @@ from immortal.appsdk.patterns.harmony.batch import (
     split,
 )
 from immortal.appsdk.patterns.harmony.cluster import Cluster
-from immortal.protocol.safe_output import printable_message
+from immortal.protocol.command_line import echo
 
 TOO_LONG_STATUS = 75  # exit status of a process whose task exceeded its time limit
 _LEAVE_S = 2.0  # for the last message; without it the cluster detects the end by itself
 _RETRY_S = 1.0  # between two attempts to reach a cluster
+# A worker requests as many tasks as it does in RUN_S, by its measured pace.
+_FIRST_TASKS = 8
+_GROWTH = 8  # limit from one run to the next: a few quick tasks prove little
 
 
 class _Stopped(BaseException):
@@ -94,7 +97,7 @@ class _Life:
         self._contexts = RunContexts()
         self._response: Response | None = None  # results that the cluster has not taken yet
         self._response_of: Life | None = None
-        self._paces = {name: PrefetchControl() for name in known}
+        self._limits = dict.fromkeys(known, _FIRST_TASKS)  # of tasks to request, by function
         self._task_timeout_s = task_timeout_s
         self._waits = False
         self._spoke_s = time.monotonic()
@@ -104,7 +107,7 @@ class _Life:
     def say(self, text: str) -> None:
         if text != self._said:
             self._said = text
-            complain(f"worker {self.name}: {text}")
+            echo(f"worker {self.name}: {text}", err=True)
 
     def terminate(self, number: int, frame: FrameType | None) -> None:
         """End after the present task and return its result, on SIGTERM."""
@@ -133,7 +136,7 @@ class _Life:
         threading.Thread(target=self._beat, args=(cluster, ended), name="beats", daemon=True).start()
         try:
             while not self.stopping:
-                run = self._ask(cluster, {name: pace.limit for name, pace in self._paces.items()})
+                run = self._ask(cluster, self._limits)
                 if run is not None:
                     self._do(cluster, run)
                     continue
@@ -176,7 +179,8 @@ class _Life:
             count += 1
             if self.stopping:
                 break
-        self._paces[run.function].took(count, time.monotonic() - began_s)
+        fits = int(RUN_S * count / max(time.monotonic() - began_s, 1e-6))
+        self._limits[run.function] = max(1, min(fits, self._limits[run.function] * _GROWTH, RUN_TASKS_MAX))
         self._response = results.take()
 
     def _beat(self, cluster: Cluster, ended: threading.Event) -> None:
@@ -222,7 +226,7 @@ class TaskFunction:
         self.function = function
 
     def tasks(self, run: Run) -> Sequence[Any]:
-        """Decode the tasks of a run; an :class:`InvalidTask` replaces each that does not fit."""
+        """Decode the tasks of a run; a TypeError replaces each that does not fit."""
         try:
             found: list[Any] = self._many.decode(run.tasks)
         except BaseException as error:  # one of them does not fit
@@ -237,14 +241,7 @@ class TaskFunction:
         except BaseException as error:
             if not is_user_failure(error):
                 raise
-            return InvalidTask(text_of(error))
-
-
-class InvalidTask:
-    """Task that does not fit the function's annotation."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
+            return TypeError(f"the task is not what the function takes: {text_of(error)}")
 
 
 def task_functions(functions: Mapping[str, Function]) -> dict[str, TaskFunction]:
@@ -271,8 +268,8 @@ class Results:
     def do(self, function: Function, task: Any) -> None:
         """Do a task. An exception is a result too: the task would raise it again."""
         try:
-            if isinstance(task, InvalidTask):
-                raise TypeError(f"the task is not what the function takes: {task.why}")
+            if isinstance(task, TypeError):
+                raise task
             value = encode_value(function(task))
             if len(value) > TASK_SIZE_BYTES_MAX:
                 raise ValueError(f"a result of {len(value)} bytes, at most {TASK_SIZE_BYTES_MAX} were expected")
@@ -291,23 +288,6 @@ class Results:
         self._first += self.count
         self._values, self._failures, self.size_bytes = [], {}, 0
         return response
-
-
-# Number of tasks that a worker requests: as many as it does in RUN_S, by its measured pace. No I/O, no clock.
-
-
-_FIRST_TASKS = 8
-_GROWTH = 8  # limit from one run to the next: a few quick tasks prove little
-
-
-class PrefetchControl:
-    def __init__(self) -> None:
-        self.limit = _FIRST_TASKS
-
-    def took(self, count: int, seconds: float) -> None:
-        """Adapt the limit: ``count`` tasks, at least one, took ``seconds``."""
-        fits = int(RUN_S * count / max(seconds, 1e-6))
-        self.limit = max(1, min(fits, self.limit * _GROWTH, RUN_TASKS_MAX))
 
 
 # Several worker processes of one machine: a death is reported to the cluster at once, and a new process follows.
@@ -377,21 +357,9 @@ class WorkerProcesses:
                 self.end()
             if self._ending.is_set():
                 return
-            complain(f"harmony: {name} has ended with status {status}, another takes its place")
+            echo(f"harmony: {name} has ended with status {status}, another takes its place", err=True)
             with suppress(ClientError), connect(Cluster, self._cluster) as cluster:  # or it notices the silence
                 with_timeout(cluster, _TELL_S).leave(name, died=True)
             short = time.monotonic() - began_s < _SHORT_LIFE_S
             pause_s = min(2 * pause_s, _PAUSE_MAX_S) if short else _PAUSE_MIN_S
             self._ending.wait(pause_s)
-
-
-# Lines for people.
-
-
-def say(text: str) -> None:
-    """Print a line for people. Control characters in ``text`` (such as in names from elsewhere) are escaped."""
-    print(printable_message(text), flush=True)  # noqa: T201 (for a person)
-
-
-def complain(text: str) -> None:
-    print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201

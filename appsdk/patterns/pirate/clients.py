@@ -98,40 +98,33 @@ def _checked(body: bytes) -> bytes:
     return body
 
 
-class _Connector:
-    """Base of connectors, for one ``with`` or ``async with`` block."""
+class _Connector(Generic[S, A]):
+    """Base of connectors, for one ``with`` or ``async with`` block. ``client_of``: makes what the block gets."""
 
-    def __init__(self, make_driver: MakeDriver, timeout_s: float | None) -> None:
+    def __init__(self, make_driver: MakeDriver, client_of: Callable[[Shell], Any]) -> None:
         self._make_driver = make_driver
-        self._timeout_s = timeout_s
-        self._shell: ThreadShell[Driver] | None = None
-        self._async_shell: LoopShell[Driver] | None = None
+        self._client_of = client_of
+        self._shell: Any = None
 
-    def _opened(self) -> ThreadShell[Driver]:
+    def __enter__(self) -> S:
         self._shell = ThreadShell(self._make_driver, "the pool", sends_at_once=True)
-        return self._shell
+        client: S = self._client_of(self._shell)
+        return client
 
-    def _opened_async(self) -> LoopShell[Driver]:
-        self._async_shell = LoopShell(self._make_driver, "the pool")
-        return self._async_shell
+    async def __aenter__(self) -> A:
+        self._shell = LoopShell(self._make_driver, "the pool")
+        client: A = self._client_of(self._shell)
+        return client
 
     def __exit__(self, *error: Any) -> None:
-        if self._shell is not None:
-            self._shell.close()
+        self._shell.close()
 
     async def __aexit__(self, *error: Any) -> None:
-        if self._async_shell is not None:
-            await self._async_shell.close()
+        await self._shell.close()
 
 
-class PoolConnector(_Connector):
+class PoolConnector(_Connector[Requests, AsyncRequests]):
     """Connector that ``connect(...)`` returns, for one ``with`` or ``async with`` block."""
-
-    def __enter__(self) -> Requests:
-        return Requests(self._opened(), self._timeout_s)
-
-    async def __aenter__(self) -> AsyncRequests:
-        return AsyncRequests(self._opened_async(), self._timeout_s)
 
 
 def connect(
@@ -176,7 +169,9 @@ def connect(
             lambda: names, link, policy or Policy(), own_id, keeps_replies=client_id is not None, end=context.term
         )
 
-    return PoolConnector(make_driver, timeout)
+    return PoolConnector(
+        make_driver, lambda shell: (Requests if isinstance(shell, ThreadShell) else AsyncRequests)(shell, timeout)
+    )
 
 
 def _names(given: Sequence[str], what: str) -> tuple[str, ...]:
@@ -222,28 +217,8 @@ class InstanceCalls(_Pool):
         raise TypeError(f"start({method.name}): a handle is of one instance; connect(NAME) has handles")
 
 
-class InstancesConnector(_Connector, Generic[S, A]):
+class InstancesConnector(_Connector[S, A]):
     """Connector that ``connect_instances(...)`` returns, for one ``with`` or ``async with`` block."""
-
-    def __init__(
-        self, target: type | None, make_driver: MakeDriver, what: str, timeout_s: float | None, *, idempotent: bool
-    ) -> None:
-        super().__init__(make_driver, timeout_s)
-        self._definition = None if target is None else definition_of(target)
-        self._what = what
-        self._idempotent = idempotent
-
-    def __enter__(self) -> S:
-        proxy: Any = self._proxy(self._opened())
-        return proxy  # type: ignore[no-any-return]
-
-    async def __aenter__(self) -> A:
-        proxy: Any = self._proxy(self._opened_async())
-        return proxy  # type: ignore[no-any-return]
-
-    def _proxy(self, shell: Shell) -> Any:
-        calls: Any = InstanceCalls(shell, idempotent=self._idempotent)
-        return Proxy(calls, self._definition, self._what, self._timeout_s, None)
 
 
 class InstancesOptions(TypedDict, total=False):
@@ -295,6 +270,7 @@ def connect_instances(
     ids = OwnId(client_id, "a pool")
     folder = home_of(home)
     fixed = None if isinstance(given, str) else _names(given, "names")
+    definition = None if cls is None else definition_of(cls)
 
     def look() -> Sequence[str]:
         return list(instances(folder, given)) if fixed is None else fixed
@@ -312,4 +288,8 @@ def connect_instances(
             looks_again=fixed is None,
         )
 
-    return InstancesConnector(cls, make_driver, str(given), timeout, idempotent=idempotent)
+    def proxy(shell: Shell) -> Any:
+        calls: Any = InstanceCalls(shell, idempotent=idempotent)
+        return Proxy(calls, definition, str(given), timeout, None)
+
+    return InstancesConnector(make_driver, proxy)

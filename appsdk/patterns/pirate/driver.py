@@ -11,12 +11,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import zmq
 
@@ -63,46 +63,15 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
-    """Event: the link has a connection."""
+class Event:
+    """Event of a link, for the method ``note`` of the pool: ``arguments`` go between the server's name and the time.
 
+    ``outcome``: of a request that is over: the caller's result; an exception is raised.
+    """
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Event: the connection is broken."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """Event: the server answered a ping; see Pool.heard."""
-
-    domain: bytes
-    working_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Replied:
-    """Event: a request is over. ``outcome``: the caller's result; an exception is raised."""
-
-    number: int
-    outcome: Any
-
-
-@dataclass(frozen=True, slots=True)
-class ServerBusy:
-    """Event: the server has no room for the request."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unsent:
-    """Event: the request was not sent, and will not be."""
-
-    number: int
-
-
-Event = Reached | Lost | Heard | Replied | ServerBusy | Unsent
+    note: Callable[..., bool | None]
+    arguments: tuple[Any, ...] = ()
+    outcome: Any = None
 
 
 class Link(Protocol):
@@ -158,9 +127,9 @@ class PlainLink:
         events: list[Event] = []
         self._watch.look()
         if self._was_up and (self._watch.connections > self._connections or not self._watch.is_up):
-            events.append(Lost())
+            events.append(Event(Pool.lost))
         if self._watch.is_up and self._watch.connections > self._connections:
-            events.append(Reached())
+            events.append(Event(Pool.reached))
         self._connections, self._was_up = self._watch.connections, self._watch.is_up
         while self._dealer.has_unread():  # checked first, since an exception costs more
             self._received(self._dealer.socket.recv(_NOBLOCK, copy=False), events)
@@ -212,12 +181,12 @@ class PlainLink:
 def _event(frame: Frame) -> Event:
     """Return the event of a frame. Raises RemoteProtocolError for a frame that only clients send."""
     if frame.kind is Kind.PONG:
-        return Heard(frame.body, frame.value / 1000)
+        return Event(Pool.heard, (frame.body, frame.value / 1000))
     if frame.kind is Kind.BUSY:
-        return ServerBusy(frame.number)
+        return Event(Pool.turned_away, (frame.number,))
     if frame.kind not in ANSWERS:
         raise RemoteProtocolError(f"a {frame.kind.name}, which only clients send")
-    return Replied(frame.number, frame.body if frame.kind is Kind.REPLY else _error(frame))
+    return Event(Pool.replied, (frame.number,), frame.body if frame.kind is Kind.REPLY else _error(frame))
 
 
 def _error(frame: Frame) -> ClientError:
@@ -273,11 +242,11 @@ class InstanceLink:
         self._transport.process()
         connection = self._connection
         if self._was_talking and not connection.is_talking:
-            self._events.append(Lost())
+            self._events.append(Event(Pool.lost))
         if connection.is_talking and not self._was_talking:
-            self._events.append(Reached())
+            self._events.append(Event(Pool.reached))
         if connection.is_talking and connection.heard_s > self._heard_s:
-            self._events.append(Heard(self._name.encode()))
+            self._events.append(Event(Pool.heard, (self._name.encode(), 0.0)))
         self._was_talking, self._heard_s = connection.is_talking, connection.heard_s
         events, self._events = self._events, []
         return events
@@ -290,18 +259,16 @@ class InstanceLink:
         return True
 
     def _done(self, number: int, method: Method, call: Call) -> None:
-        outcome = call.outcome
+        outcome: Any = call.outcome
         if isinstance(outcome, NotConnectable) and not call.sent:
-            self._events.append(Unsent(number))
+            self._events.append(Event(Pool.unsent, (number,)))
             return
-        if outcome is None or isinstance(outcome, ClientError):
-            self._events.append(Replied(number, outcome))
-            return
-        try:
-            value = method.value(outcome)
-        except Exception as error:  # raised by the handler
-            value = error
-        self._events.append(Replied(number, value))
+        if outcome is not None and not isinstance(outcome, ClientError):
+            try:
+                outcome = method.value(outcome)
+            except Exception as error:  # raised by the handler
+                outcome = error
+        self._events.append(Event(Pool.replied, (number,), outcome))
 
     def ping(self) -> None:
         self._connection.ask_soon(time.monotonic())
@@ -327,41 +294,21 @@ Connect = Callable[[str], Link]
 Look = Callable[[], Iterable[str]]
 
 
-@dataclass(frozen=True, slots=True)
-class NoReply:
-    """Outcome of a request that was given up: the reason, and the number of tries by server."""
-
-    reason: str
-    tries: dict[str, int]
-
-
+@dataclass(slots=True, eq=False)
 class Pending:
-    """Request of a caller, for a shell. ``outcome`` after its end: a reply, an exception to raise, or NoReply."""
+    """Request of a caller, for a shell. ``outcome`` after its end: a reply, or an exception to raise."""
 
-    patience_s: float | None = None  # the pool gives it up in time
+    patience_s: ClassVar[float | None] = None  # the pool gives it up in time
 
-    __slots__ = (
-        "_done",
-        "_process_id",
-        "client_id",
-        "idempotent",
-        "number",
-        "outcome",
-        "payload",
-        "timeout_s",
-        "trail",
-    )
-
-    def __init__(self, payload: Any, timeout_s: float | None, *, idempotent: bool = False) -> None:
-        self.payload = payload
-        self.timeout_s = timeout_s
-        self.idempotent = idempotent
-        self.client_id = ""
-        self.number = 0
-        self.outcome: Any = None
-        self.trail = AttemptHistory()
-        self._done: Callable[[], None] = _nobody_waits
-        self._process_id = os.getpid()
+    payload: Any
+    timeout_s: float | None
+    idempotent: bool = field(default=False, kw_only=True)
+    client_id: str = ""
+    number: int = 0
+    outcome: Any = None
+    trail: AttemptHistory = field(default_factory=AttemptHistory)
+    _done: Callable[[], None] = lambda: None  # nobody waits for its end
+    _process_id: int = field(default_factory=os.getpid)
 
     @property
     def sent(self) -> bool:
@@ -387,8 +334,8 @@ class Pending:
     def value(self, ask: Callable[[Pending], Any]) -> Any:
         """Return the reply. Raises the server's error, GaveUp (which can try again by ``ask``), ClientError."""
         outcome = self.outcome
-        if isinstance(outcome, NoReply):
-            raise GaveUp(outcome.reason, self, outcome.tries, partial(self._again, ask))
+        if isinstance(outcome, GaveUp):
+            outcome._again = partial(self._again, ask)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -398,10 +345,6 @@ class Pending:
         require_process(self._process_id, "a request to a pool", "only there its reply comes")
         self.timeout_s = timeout_s
         return ask(self)
-
-
-def _nobody_waits() -> None:
-    """Do nothing: no caller waits for the request's end."""
 
 
 class Driver:
@@ -492,7 +435,11 @@ class Driver:
             events = [(name, event) for name, link in self._links.items() for event in link.process()]
             now_s = time.monotonic()
             for name, event in events:
-                self._note(name, event, now_s)
+                is_expected = event.note(self._pool, name, *event.arguments, now_s)
+                if is_expected:
+                    self._pending.pop(event.arguments[0]).finish(event.outcome)
+                elif event.note is Pool.replied:
+                    self.strays += 1
             actions = self._pool.actions(now_s)
             for action in actions:
                 self._do(action, now_s)
@@ -512,24 +459,6 @@ class Driver:
                 self._links[name] = self._connect(name)
         self._pool.update(self._links, now_s)
 
-    def _note(self, name: str, event: Event, now_s: float) -> None:
-        pool = self._pool
-        if isinstance(event, Replied):
-            if pool.replied(name, event.number, now_s):
-                self._pending.pop(event.number).finish(event.outcome)
-            else:
-                self.strays += 1
-        elif isinstance(event, Heard):
-            pool.heard(name, event.domain, event.working_s, now_s)
-        elif isinstance(event, Reached):
-            pool.reached(name, now_s)
-        elif isinstance(event, Lost):
-            pool.lost(name, now_s)
-        elif isinstance(event, ServerBusy):
-            pool.turned_away(name, event.number, now_s)
-        else:
-            pool.unsent(name, event.number, now_s)
-
     def _do(self, action: Send | Ping | GiveUp, now_s: float) -> None:
         if isinstance(action, Send):
             payload = self._pending[action.number].payload
@@ -538,15 +467,12 @@ class Driver:
         elif isinstance(action, Ping):
             self._links[action.server].ping()
         else:
-            self._give_up(action)
-
-    def _give_up(self, action: GiveUp) -> None:
-        pending = self._pending.pop(action.number)
-        pending.trail = action.trail
-        self._given_up[action.number] = None
-        if len(self._given_up) > GIVEN_UP_MAX:
-            self._given_up.popitem(last=False)
-        pending.finish(NoReply(self._text(action, pending), action.tries))
+            pending = self._pending.pop(action.number)
+            pending.trail = action.trail
+            self._given_up[action.number] = None
+            if len(self._given_up) > GIVEN_UP_MAX:
+                self._given_up.popitem(last=False)
+            pending.finish(GaveUp(self._text(action, pending), pending, action.tries, None))
 
     def _text(self, action: GiveUp, pending: Pending) -> str:
         where = "; ".join(self._word(name, action.tries.get(name, 0)) for name in self._links) or "there are no servers"

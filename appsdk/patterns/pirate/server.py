@@ -14,7 +14,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
@@ -191,12 +193,12 @@ class Server:
 
     def _plain_answer(self) -> Answer:
         key = self._queue.popleft()
-        request = self._taken[key]
+        taken = self._taken[key]
         try:
-            body = self._reply(Request(request.frame, request.caller, None))
+            body = self._reply(taken, None)
         except Failure as failure:
-            return Answer(key, Frame(Kind.FAILED, request.frame.number, body=failure.text))
-        return Answer(key, Frame(Kind.REPLY, request.frame.number, body=body))
+            return Answer(key, Frame(Kind.FAILED, taken.frame.number, body=failure.text))
+        return Answer(key, Frame(Kind.REPLY, taken.frame.number, body=body))
 
     def _stored_answers(self, store: ReplyStore) -> list[Answer]:
         """Answer waiting requests within one transaction, as many as fit into TURN_S."""
@@ -207,14 +209,12 @@ class Server:
                 key = self._queue.popleft()
                 self._working_since_s = time.monotonic()
                 taken = self._taken[key]
-                answers.append(Answer(key, turn.answer(taken.caller, taken.frame, self._work_on(taken))))
+                answers.append(Answer(key, turn.answer(taken.caller, taken.frame, partial(self._reply, taken))))
         return answers
 
-    def _work_on(self, taken: _Waiting) -> Callable[[MutableMapping[bytes, bytes]], bytes]:
-        return lambda rows: self._reply(Request(taken.frame, taken.caller, rows))
-
-    def _reply(self, request: Request) -> bytes:
+    def _reply(self, taken: _Waiting, rows: MutableMapping[bytes, bytes] | None) -> bytes:
         """Call the function and return its reply. Raises Failure."""
+        request = Request(taken.frame, taken.caller, rows)
         try:
             reply = self._contexts.run(self._function, request)
             if not isinstance(reply, bytes):
@@ -339,7 +339,5 @@ def serve(
 ) -> None:
     """Serve until the process ends; see :class:`Server`. Raises ServerError."""
     server = Server(function, endpoint, store=store, identity=identity, callers=callers, home=home, insecure=insecure)
-    try:
+    with closing(server):
         server.run()
-    finally:
-        server.close()

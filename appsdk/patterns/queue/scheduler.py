@@ -15,7 +15,8 @@ Times are nanoseconds and never decrease.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from immortal.appsdk.patterns.queue.model import (
     HEARTBEAT_S_MAX,
@@ -70,13 +71,9 @@ class Scheduler:
     # --- clients -----------------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission, now_ns: int) -> int:
-        """Add a task and return its ID, or that of an earlier one with the same deduplication key. Raises QueueFull,
-        DedupConflict.
-        """
-        self.advance(now_ns)
-        task_id = self.tasks.submit(submission, now_ns)
-        self._dispatch(now_ns)
-        return task_id
+        """Add a task; see :meth:`Tasks.submit`."""
+        with self._at(now_ns):
+            return self.tasks.submit(submission, now_ns)
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -167,31 +164,27 @@ class Scheduler:
             raise ValueError("a period without a number of starts: how many may start in it?")
         if name not in self._records.limits and len(self._records.limits) >= LIMITED_MAX:
             raise ValueError(f"{LIMITED_MAX} functions have limits, and no more can: lift another one's first")
-        self.advance(now_ns)
-        self.tasks.lanes.set_limit(name, limit, now_ns)
-        self._dispatch(now_ns)
+        with self._at(now_ns):
+            self.tasks.lanes.set_limit(name, limit, now_ns)
 
     def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
-        """Make dead letters wait again, with all their tries, and return their number. Raises UnknownTask, NotPossible:
-        then none was changed.
-        """
-        self.advance(now_ns)
-        count = self.tasks.retry(task_ids, now_ns)
-        self._dispatch(now_ns)
-        return count
+        """Make dead letters wait again; see :meth:`Tasks.retry`."""
+        with self._at(now_ns):
+            return self.tasks.retry(task_ids, now_ns)
 
     def drop(self, task_ids: Iterable[int], reason: str, now_ns: int) -> int:
-        """End open tasks and dead letters without a result, and return their number. Raises UnknownTask, NotPossible:
-        then none was changed.
-
-        A worker that has one of these tasks continues, and its reply is dropped.
-        """
-        self.advance(now_ns)
-        count = self.tasks.drop(task_ids, reason, now_ns)
-        self._dispatch(now_ns)
-        return count
+        """End open tasks and dead letters; see :meth:`Tasks.drop`."""
+        with self._at(now_ns):
+            return self.tasks.drop(task_ids, reason, now_ns)
 
     # --- time --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _at(self, now_ns: int) -> Iterator[None]:
+        """Do all that is due before a request, and give waiting workers tasks after it."""
+        self.advance(now_ns)
+        yield
+        self._dispatch(now_ns)
 
     def advance(self, now_ns: int) -> None:
         """Do all that is due by now. It runs before each request, so a late alarm changes no outcome.
@@ -214,18 +207,16 @@ class Scheduler:
                 why = f"no reply to task {task.id} within {task.timeout_ns / SECOND_NS:g} s"
                 self._disable(self._records.workers[task.worker], why, now_ns)
             elif kind == "worker":
-                self._look_at(self._records.workers[str(what)], now_ns)
+                worker = self._records.workers[str(what)]
+                if worker.disabled:
+                    self._leave(worker, "", now_ns)
+                elif silent_ns := self._workers.silent_ns(worker, now_ns):
+                    self._disable(worker, f"nothing was heard of it for {silent_ns / SECOND_NS:.3g} s", now_ns)
             elif kind == "start":
                 self.tasks.lanes.refresh(str(what), key, now_ns)
             else:
                 self.tasks.forget_old(now_ns)
         self._dispatch(now_ns)
-
-    def _look_at(self, worker: Worker, now_ns: int) -> None:
-        if worker.disabled:
-            self._leave(worker, "", now_ns)
-        elif silent_ns := self._workers.silent_ns(worker, now_ns):
-            self._disable(worker, f"nothing was heard of it for {silent_ns / SECOND_NS:.3g} s", now_ns)
 
     # --- workers and their tasks -------------------------------------------------------------------------------------
 
@@ -390,8 +381,6 @@ class Workers:
             worker.heard_ns = min(now_ns, worker.heard_ns + late_ns)
             worker.check_ns = min(now_ns + self._patience_ns(worker), worker.check_ns + late_ns)
             self._timers.put(("worker", worker.id, ""), worker.check_ns)
-
-    # -----------------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _patience_ns(worker: Worker) -> int:

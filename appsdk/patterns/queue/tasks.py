@@ -6,7 +6,6 @@ All durable data is in the :class:`QueueState`; the rest is an index of it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -253,8 +252,6 @@ class Tasks:
                 task.deadline_ns = min(now_ns + task.timeout_ns, task.deadline_ns + late_ns)
                 self._timers.put(("timeout", task.id, ""), task.deadline_ns)
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _open_again(self, task: Task, now_ns: int) -> None:
         self._open += 1
         self._open_size_bytes += len(task.arguments)
@@ -318,9 +315,8 @@ class EndedTasks:
 
     def __init__(self, records: QueueState) -> None:
         self._records = records
-        self._kept: OrderedDict[int, int] = OrderedDict()  # size in bytes by task
-        self._dead: OrderedDict[int, int] = OrderedDict()
-        self._kept_size_bytes = self._dead_size_bytes = 0
+        self._kept: dict[bool, dict[int, int]] = {False: {}, True: {}}  # size in bytes by task, True: of dead letters
+        self._size_bytes = {False: 0, True: 0}
         for task in sorted((one for one in records.tasks.values() if one.ended), key=lambda one: one.ended):
             self._put(task)
 
@@ -331,27 +327,24 @@ class EndedTasks:
         task.ended_ns = now_ns
         self._put(task)
         gone: list[Task] = []
-        while (
-            len(self._kept) > ENDED_TASKS_MAX
-            or self._kept_size_bytes > ENDED_SIZE_BYTES_MAX
-            or len(self._dead) > DEAD_TASKS_MAX
-            or self._dead_size_bytes > DEAD_SIZE_BYTES_MAX
+        for dead, count_max, size_bytes_max in (
+            (True, DEAD_TASKS_MAX, DEAD_SIZE_BYTES_MAX),
+            (False, ENDED_TASKS_MAX, ENDED_SIZE_BYTES_MAX),
         ):
-            dead = len(self._dead) > DEAD_TASKS_MAX or self._dead_size_bytes > DEAD_SIZE_BYTES_MAX
-            self._records.dead_forgotten += dead
-            gone.append(self._records.tasks[next(iter(self._dead if dead else self._kept))])
-            self.remove(gone[-1])
+            kept = self._kept[dead]
+            while len(kept) > count_max or self._size_bytes[dead] > size_bytes_max:
+                self._records.dead_forgotten += dead
+                gone.append(self._records.tasks[next(iter(kept))])
+                self.remove(gone[-1])
         return gone
 
     def remove(self, task: Task) -> None:
-        if task.state == "dead":
-            self._dead_size_bytes -= self._dead.pop(task.id)
-        else:
-            self._kept_size_bytes -= self._kept.pop(task.id)
+        dead = task.state == "dead"
+        self._size_bytes[dead] -= self._kept[dead].pop(task.id)
 
     def due_ns(self) -> int | None:
         """Return the time at which the oldest task is too old; None if there is none."""
-        first = next(iter(self._kept), None)
+        first = next(iter(self._kept[False]), None)
         return None if first is None else self._records.tasks[first].ended_ns + ENDED_AGE_NS
 
     def too_old(self, now_ns: int) -> Task | None:
@@ -359,16 +352,12 @@ class EndedTasks:
         due_ns = self.due_ns()
         if due_ns is None or due_ns > now_ns:
             return None
-        return self._records.tasks[next(iter(self._kept))]
+        return self._records.tasks[next(iter(self._kept[False]))]
 
     def _put(self, task: Task) -> None:
-        size_bytes = len(task.arguments) + len(task.result)
-        if task.state == "dead":
-            self._dead[task.id] = size_bytes
-            self._dead_size_bytes += size_bytes
-        else:
-            self._kept[task.id] = size_bytes
-            self._kept_size_bytes += size_bytes
+        dead = task.state == "dead"
+        self._kept[dead][task.id] = size_bytes = len(task.arguments) + len(task.result)
+        self._size_bytes[dead] += size_bytes
 
 
 # Order of the waiting tasks of each function: priorities, and concurrency and rate limits by key.

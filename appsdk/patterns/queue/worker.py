@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Unpack
@@ -80,7 +80,7 @@ class _Function:
         check_name("function", name)
         if not callable(function):
             raise TypeError(f"function {name!r}: something to call was expected, not {function!r}")
-        self._call = function
+        self.call = function
         self._codec: ArgumentCodec | None = None
         self._signature: inspect.Signature | None = None
         try:
@@ -107,9 +107,6 @@ class _Function:
             why = text_of(error) if self._codec is None else argument_mismatch(self._codec, error, encoded, 0)
             raise TypeError(why) from None
         return arguments
-
-    def __call__(self, arguments: Sequence[Any]) -> Any:
-        return self._call(*arguments)
 
 
 class Worker:
@@ -195,7 +192,11 @@ class Worker:
                 try:
                     report = self._done(given)
                 except BaseException as error:
-                    self._interrupted(queue, given, error)
+                    # The next worker gets the task now, not after missed heartbeats.
+                    why = f"worker {self.id!r} was ended by {type(error).__name__}"
+                    with contextlib.suppress(ClientError):
+                        given_back = Report(given.task, given.attempt, error=why)
+                        with_timeout(queue, self._heartbeat_s).leave(self.id, self._session, given_back)
                     raise
                 finally:
                     self._busy = False
@@ -204,14 +205,6 @@ class Worker:
                 with_timeout(queue, STOP_S).leave(self.id, self._session, report)
             except (CallTimeout, ClientClosed):
                 _log.error("task %d was done, and the queue is away: it will be done again", report.task)
-
-    def _interrupted(self, queue: Queue, given: Given, error: BaseException) -> None:
-        """Return the task to the queue before the process ends: the next worker gets it now, not after missed
-        heartbeats.
-        """
-        report = Report(given.task, given.attempt, error=f"worker {self.id!r} was ended by {type(error).__name__}")
-        with contextlib.suppress(ClientError):
-            with_timeout(queue, self._heartbeat_s).leave(self.id, self._session, report)
 
     def _done(self, given: Given) -> Report:
         def failed(reason: str, *, again: bool) -> Report:
@@ -225,7 +218,7 @@ class Worker:
         context, current = self._contexts.new(), CurrentTask(given.task, given.attempt, given.name)
         try:
             context.run(_current.set, current)
-            value = context.run(function, arguments)
+            value = context.run(function.call, *arguments)
             if inspect.iscoroutine(value):
                 value = self._awaited(value, context)
         except Reject as error:
@@ -300,19 +293,14 @@ def work(queue: str, functions: Functions, **options: Any) -> None:
     The options are the worker's. For the main thread only. Raises the worker's errors.
     """
     worker = Worker(queue, functions, **options)
-    with _stopped_by_signals(worker):
-        worker.run()
 
-
-@contextlib.contextmanager
-def _stopped_by_signals(worker: Worker) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, interrupt)
         worker.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        worker.run()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
