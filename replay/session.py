@@ -61,7 +61,10 @@ class Phase(Enum):
 
 
 class Outputs(Struct, frozen=True):
-    """Messages that the app sent; ``origins`` None: it does not report the messages that caused them."""
+    """Messages (incoming RPC form, packed) that the app sent to ``destination``; "" is the instance itself.
+
+    ``origins``: the logged messages that caused them, ``count`` in all; None if the app does not report them.
+    """
 
     destination: str
     first_position: int

@@ -38,6 +38,7 @@ from immortal.replay.plan import (
     usable_checkpoints,
 )
 from immortal.replay.result import ReplayResult, Sink
+from immortal.replay.session import KeptImpulses, Outputs
 
 MARKS_AHEAD_MAX = 1 << 20  # marks that a stream has not reached yet: a stream with more sends too few messages
 PROVED_RECORDS_MAX = 20_000  # replayed again to prove a state: some tenths of a second
@@ -260,14 +261,13 @@ class CheckingSink(Sink):
         for mark in trailer.outputs:
             self._stream(mark.destination).expect(sequence_id, OutputMark(mark.position, mark.checksum))
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
-        self.counts[destination] = self.counts.get(destination, 0) + count
-        self._stream(destination).made(OutputBatch(first_position, count, payload), origins or ())
+    def outputs(self, made: Outputs) -> None:
+        self.counts[made.destination] = self.counts.get(made.destination, 0) + made.count
+        batch = OutputBatch(made.first_position, made.count, made.payload)
+        self._stream(made.destination).made(batch, made.origins or ())
 
-    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
-        self._stream(destination).passed(OutputBatch(first_position, count, payload))
+    def impulses(self, kept: KeptImpulses) -> None:
+        self._stream(kept.destination).passed(OutputBatch(kept.first_position, kept.count, kept.payload))
 
     def finish(self, marks: Mapping[str, OutputMark] | None, *, all_made: bool) -> None:
         """Compare the ends of all streams with ``marks``, those at the end of the section; None if unknown."""
@@ -308,11 +308,9 @@ class ProvingSink(CheckingSink):
         self._route = route
         self._counting = counting or Sink()
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
-        super().outputs(destination, first_position, count, payload, origins)
-        self._counting.outputs(destination, first_position, count, payload, origins)
+    def outputs(self, made: Outputs) -> None:
+        super().outputs(made)
+        self._counting.outputs(made)
 
     def problem(self, name: str, result: ReplayResult) -> str:
         """Describe where the ended replay of the instance ``name`` left the log; "" if nothing shows that it did."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.batch import offset_after
 from immortal.protocol.checksum import crc64
 from immortal.protocol.command_line import counted
-from immortal.protocol.extensions import HandlerFailure, Origin
+from immortal.protocol.extensions import HandlerFailure
 from immortal.protocol.trailer import Trailer
 from immortal.protocol.verdicts import NOT_OF_CODE, Verdict
 from immortal.replay.app_process import AppCommand, Code
@@ -43,7 +43,8 @@ from immortal.replay.plan import (
     usable_checkpoints,
 )
 from immortal.replay.result import OutcomeChanges, ReplayResult, Sink, changed_outcomes, format_failure
-from immortal.replay.session import Tells
+from immortal.replay.session import KeptImpulses, Tells
+from immortal.replay.session import Outputs as Made
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that only one side has so far: above it ...
 AHEAD_PAUSE_S = 0.05  # ... that side pauses this long at each batch, no longer: a dying app may wait to report
@@ -405,18 +406,16 @@ class _Looker(Sink):
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
         self.fed_sequence_id = sequence_id
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
+    def outputs(self, made: Made) -> None:
         keys: list[Key] = []
-        if origins is None:  # positions are no keys: impulses lie between them, at other places on each side
-            made = self._counts[destination]
-            keys += [(number, 0) for number in range(made + 1, made + count + 1)]
-            self._counts[destination] += count
-        else:
-            for origin in origins:
-                keys += [(origin.sequence_id, origin.message_index)] * origin.count
-        self._run.add(self._side, destination, Outputs(keys, payload, first_position), by_position=origins is None)
+        if made.origins is None:  # positions are no keys: impulses lie between them, at other places on each side
+            before = self._counts[made.destination]
+            keys += [(number, 0) for number in range(before + 1, before + made.count + 1)]
+            self._counts[made.destination] += made.count
+        for origin in made.origins or ():
+            keys += [(origin.sequence_id, origin.message_index)] * origin.count
+        outputs = Outputs(keys, made.payload, made.first_position)
+        self._run.add(self._side, made.destination, outputs, by_position=made.origins is None)
 
     def finish(self, result: ReplayResult) -> None:
         """Note that the replay has ended."""
@@ -456,24 +455,24 @@ class _Prover(_Looker):
             check.expect(sequence_id, OutputMark(mark.position, mark.checksum))
             check.compare()
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
+    def outputs(self, made: Made) -> None:
         if self._failed is None:
-            self._made(OutputBatch(first_position, count, payload), destination, payload)
-        elif origins is None:
+            self._made(made, made.payload)
+        elif made.origins is None:
             return  # it may have been sent after the failed message
         else:
-            origins = [each for each in origins if (each.sequence_id, each.message_index) < self._failed.key[:2]]
+            origins = [each for each in made.origins if (each.sequence_id, each.message_index) < self._failed.key[:2]]
             before = sum(origin.count for origin in origins)
-            count, payload = before, payload[: offset_after(payload, before, count)]
-        super().outputs(destination, first_position, count, payload, origins)
+            payload = made.payload[: offset_after(made.payload, before, made.count)]
+            made = replace(made, count=before, payload=payload, origins=origins)
+        super().outputs(made)
 
-    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
+    def impulses(self, kept: KeptImpulses) -> None:
         if self._failed is None:
-            self._made(OutputBatch(first_position, count, payload), destination, b"")
+            self._made(kept, b"")
 
-    def _made(self, batch: OutputBatch, destination: str, checked: bytes) -> None:
+    def _made(self, made: Made | KeptImpulses, checked: bytes) -> None:
+        destination, batch = made.destination, OutputBatch(made.first_position, made.count, made.payload)
         before = self._marks.get(destination, OutputMark(0, 0)).checksum
         after = crc64(checked, before)
         self._marks[destination] = OutputMark(batch.last_position, after)
