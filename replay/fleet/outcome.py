@@ -18,7 +18,7 @@ from immortal.coordinator.log.record_contents import message_at, record_of, rpc_
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.messages import RpcKind
 from immortal.replay.fleet.model import Broken, Difference, Logs, Rules, Service
-from immortal.replay.fleet.player import Place, Recorded
+from immortal.replay.fleet.player import Place, Recorded, not_of_code
 from immortal.replay.fleet.simulation import FIRST_OTHER_SEQUENCE_ID, Simulation, simulate
 from immortal.replay.plan import ReplayError
 from immortal.replay.result import format_failure
@@ -278,7 +278,7 @@ def _states(service: Service, simulation: Simulation) -> _States | None:
     try:
         blob = service.player.finish(service.reached)
         new = inspect_state(service.player.definition, blob).state
-        old = inspect_state(simulation.code(service.name), service.recorded.state).state
+        old = inspect_state(simulation.logs.code(service.name), service.recorded.state).state
     except ReplayError as error:
         simulation.notes.append(str(error))
         return None
@@ -288,15 +288,15 @@ def _states(service: Service, simulation: Simulation) -> _States | None:
 def _digest(states: Mapping[str, _States | None], simulation: Simulation) -> str:
     shown = {name: "" if one is None else canonical(one[1]) for name, one in states.items()}
     answers = [(one.kind, one.old, one.new) for one in simulation.differences if _is_client(one, simulation)]
-    return repr((shown, sorted(answers, key=repr), sorted(one.words for one in simulation.effects)))
+    return repr((shown, sorted(answers, key=repr), sorted(one["effect"] for one in simulation.effects)))
 
 
 def _is_client(difference: Difference, simulation: Simulation) -> bool:
     destination = difference.destination
     if destination == CLIENTS:
         return True
-    message = difference.new or difference.old or b""
-    return bool(destination) and not simulation.has_log(destination) and rpc_of(message).kind != RpcKind.CALL
+    is_call = rpc_of(difference.message).kind == RpcKind.CALL
+    return bool(destination) and destination not in simulation.logs.sources and not is_call
 
 
 def _outcome(
@@ -331,28 +331,14 @@ def _outcome(
                 service.stopped,
             )
         )
-    effects = [
-        {"service": one.service, "effect": one.words, "outcome": one.outcome, "time": time_text(one.time_ns)}
-        for one in simulation.effects
-    ]
-    unanswered = [
-        {
-            "service": one.call.service,
-            "to": one.call.to,
-            "call": str(one.call),
-            "outcome": one.outcome,
-            "time": time_text(one.time_ns),
-        }
-        for one in simulation.unanswered
-    ]
     return FleetOutcome(
-        any(one.is_different for one in services) or bool(effects or unanswered) or simulation.broken is not None,
+        any([*(one.is_different for one in services), simulation.effects, simulation.unanswered, simulation.broken]),
         services,
         sorted(logs.sources.keys() - simulation.services.keys()),
         _tree(simulation, words),
         clients,
-        effects,
-        unanswered,
+        simulation.effects,
+        simulation.unanswered,
         _broken(simulation.broken, words),
         None,
         _broken(simulation.prefix, words),
@@ -377,7 +363,7 @@ def _hours(simulation: Simulation, words: _Words) -> list[Hour]:
                 for output in outputs:
                     hour(name, destination, output.message, service.log.time_of(place[0])).recorded += 1
     for one in simulation.differences:
-        found = hour(one.service, one.destination, one.new or one.old or b"", one.time_ns)
+        found = hour(one.service, one.destination, one.message, one.time_ns)
         setattr(found, one.kind, getattr(found, one.kind) + 1)
     return [hours[key] for key in sorted(hours)]
 
@@ -403,7 +389,7 @@ def _place(place: Place) -> tuple[int | None, int | None]:
 def _fates(service: Service) -> list[Fate]:
     """Return calls that fail in one of the runs, or differently in both; an execution is one call wherever it fails."""
     was, now = (
-        {("task", one.task) if one.task else one.key: one for one in verdicts if not service.player.is_told(one)}
+        {("task", one.task) if one.task else one.key: one for one in verdicts if not not_of_code(one)}
         for verdicts in (service.recorded.verdicts.values(), service.verdicts.values())
     )
     groups: dict[tuple[str, str], Fate] = {}
@@ -441,7 +427,7 @@ class _Words:
         return {**one.recorded.methods, **one.player.methods}
 
     def kind_of(self, one: Difference) -> tuple[str, str]:
-        return self.kind(one.service, one.destination, one.new or one.old or b"")
+        return self.kind(one.service, one.destination, one.message)
 
     def kind(self, service: str, destination: str, message: bytes) -> tuple[str, str]:
         """Return the receiver and the handler of a call."""

@@ -209,7 +209,7 @@ class Player(LocalRun):
         header = route.checkpoint
         if is_new and definition.version not in (header.version, *(one.version for one in route.versions)):
             route = Route(header, None, upgrade_to=OWN_VERSION)
-        tells = _not_of_code if is_new else lambda verdict: True
+        tells = not_of_code if is_new else lambda verdict: True
         super().__init__(source, route, definition, sink, now_ns=header.time_ns, tells=tells, outsiders=outsiders)
         assert isinstance(self.app.dispatcher, TracingDispatcher)
         self.dispatcher = self.app.dispatcher
@@ -291,10 +291,6 @@ class Player(LocalRun):
             request.raised(error)
             return found[0], f"raised {type(error).__name__}: {error}"
 
-    def is_told(self, verdict: Verdict) -> bool:
-        """Return True if the run got the verdict, and so skipped the message."""
-        return _not_of_code(verdict)
-
     def finish(self, last_sequence_id: int) -> bytes:
         """End the run, and return the state. Raises ReplayError if it can't be saved."""
         if self.ended is None:
@@ -340,8 +336,8 @@ class Player(LocalRun):
             self._turn.stopped = f"{place}: {event.failure.text}"
 
 
-def _not_of_code(verdict: Verdict) -> bool:
-    """Return True if other code can't change the verdict, or must not run the message in this process."""
+def not_of_code(verdict: Verdict) -> bool:
+    """Return True if other code can't change the verdict, or must not run the message here: it is skipped."""
     return verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
 
 
