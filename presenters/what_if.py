@@ -117,17 +117,11 @@ class Report:
             return []
         if any(result.description is None for result in results.values()):  # no SDK app: its state is bytes
             return [{"path": "", **{side.value: _blob_text(results[side]) for side in Side}}]
-        old_path, new_path = blob_paths[Side.OLD], blob_paths[Side.NEW]
-        old_code, new_code = (self._apps[side].code for side in Side)
-        return diff_states(
-            self._class(Side.OLD),
-            old_path,
-            self._class(Side.NEW),
-            new_path,
-            limit=self._limit + 1,
-            old_code=old_code,
-            new_code=new_code,
+        (old_class, old_path, old_code), (new_class, new_path, new_code) = (
+            (self._class(side), blob_paths[side], self._apps[side].code) for side in Side
         )
+        limit = self._limit + 1
+        return diff_states(old_class, old_path, new_class, new_path, limit=limit, old_code=old_code, new_code=new_code)
 
     def _unanswered(self, blob_path: Path) -> list[Values]:
         """Return the new code's handlers that wait for answers which the log lacks; none if the states are equal."""
@@ -137,7 +131,7 @@ class Report:
 
     @cached_property
     def not_worked_out(self) -> list[Unknown]:
-        return not_worked_out(self._name, self._outcome, len(self.unanswered))
+        return list(not_worked_out(self._name, self._outcome, len(self.unanswered)))
 
     @property
     def _state_is_known(self) -> bool:
@@ -356,14 +350,10 @@ class Report:
         calls = "a call" if fates.count == 1 else f"{fates.count:,} calls"
         made = self._input(first.key[:2])
         where = f"{'' if fates.count == 1 else 'the first is '}{place_in_words(first)}{f': {made}' if made else ''}"
-        failed = "" if fates.then is None else format_failure(fates.then)
-        fails = "" if fates.now is None else format_failure(fates.now)
-        if fates.fate is MessageOutcome.WORKS:
-            yield f"{calls} of {method} would not fail: {where}; was {failed}"
-        elif fates.fate is MessageOutcome.FAILS:
-            yield f"{calls} of {method} would fail that did not: {where}; would be {fails}"
-        else:
-            yield f"{calls} of {method} would fail in another way: {where}; was {failed}; would be {fails}"
+        what = "would fail that did not" if fates.fate is MessageOutcome.FAILS else _FATE_WORDS[fates.fate]
+        was = "" if fates.then is None else f"; was {format_failure(fates.then)}"
+        would_be = "" if fates.now is None else f"; would be {format_failure(fates.now)}"
+        yield f"{calls} of {method} {what}: {where}{was}{would_be}"
         if fates.now is not None:
             yield from printable_lines(fates.now.trace.rstrip("\n"), indent="    ")[-TRACEBACK_LINES_MAX:]
 

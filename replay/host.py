@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -339,20 +339,16 @@ class _Host:
             if self._unsent_size_bytes >= APP_WINDOW_SIZE_BYTES:
                 break
             if session.wants_blob:
-                self._give_blob()
+                if (chunk := next(self._blob, None)) is None:
+                    session.blob_is_complete()
+                else:
+                    session.give_blob(chunk)
             elif session.wants_records and not waits:
                 waits = not self._give_record()
             else:
                 break
         self._unsent_size_bytes -= self._connection.flush()
         return waits
-
-    def _give_blob(self) -> None:
-        chunk = next(self._blob, None)
-        if chunk is None:
-            self._session.blob_is_complete()
-        else:
-            self._session.give_blob(chunk)
 
     def _give_record(self) -> bool:
         """Give the app the next record; return False if there is none yet, or its numbers are not known yet."""
@@ -447,10 +443,6 @@ class _Host:
 # The ports are free ones, so that a replay never conflicts with the running instance.
 
 
-HOST = "127.0.0.1"
-LOOK_DELAY_S = 0.1
-
-
 def accept_two_ports(
     settings: InstanceSettings,
     ports: tuple[int, int | None] | None,
@@ -464,17 +456,17 @@ def accept_two_ports(
 
     Raises ReplayError if ``stop`` returns True first; AppListenError, RegistryError.
     """
-    port, asked_send_port = ports or (free_port((HOST,), set()), None)
-    send_port = asked_send_port or free_port((HOST,), {port})
-    own = structs.replace(settings, app_host=HOST, app_port=port, app_send_port=send_port, app_socket=None)
+    port, asked_send_port = ports or (free_port((IPV4_LOOPBACK,), set()), None)
+    send_port = asked_send_port or free_port((IPV4_LOOPBACK,), {port})
+    own = structs.replace(settings, app_host=IPV4_LOOPBACK, app_port=port, app_send_port=send_port, app_socket=None)
     does = "it listens" if own.app_send_mode is AppSendMode.LISTEN else "it connects too"
     epoll = stack.enter_context(select.epoll())
     listener = AppListener(own, warnings_on_stderr("replay"), epoll)
     stack.callback(listener.close)
     listener.listen()
-    announce(f"{host_port(HOST, port)}, with its send port {send_port}, where {does}")
+    announce(f"{host_port(IPV4_LOOPBACK, port)}, with its send port {send_port}, where {does}")
     while not stop():
-        connection = listener.process(dict(epoll.poll(LOOK_DELAY_S)), has_app=False)
+        connection = listener.process(dict(epoll.poll(PROGRESS_DELAY_S)), has_app=False)
         if connection is not None:
             return connection
     raise ReplayError("stopped before an app had connected")
@@ -518,7 +510,8 @@ class LocalRun:
 
     def restore(self) -> None:
         """Give the app the state of the checkpoint. Raises the app's error, or ReplayError if the app just ends."""
-        self.take_all(self.session.begin())
+        for event in self.session.begin():
+            self.take(event)
         self.listen()
         for chunk in self.source.checkpoint_chunks(self.route.checkpoint.checkpoint_id):
             self.session.give_blob(chunk)
@@ -547,13 +540,10 @@ class LocalRun:
         """Process the app's output. Raises the app's error, except a handler's error, which ends the replay."""
         data = bytes(self.app.output)
         self.app.output.clear()
-        self.take_all(self.session.receive(data))
+        for event in self.session.receive(data):
+            self.take(event)
         if self.app.error is not None and self.ended is None:
             raise self.app.error
-
-    def take_all(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self.take(event)
 
     def take(self, event: Event) -> None:
         self.sink.handle(event)

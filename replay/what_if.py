@@ -161,7 +161,6 @@ def _run_both(
 ) -> WhatIf:
     shared = SharedSource(source)
     route = routes[Side.OLD]
-    upgrade_to = routes[Side.NEW].upgrade_to
     old_class, new_class = (apps[side].name.rpartition(":")[2] for side in Side)
     is_other = apps[Side.NEW].code is not None and old_class == new_class
     run = _Run(limit, progress, comes_from_elsewhere=is_other)
@@ -187,10 +186,7 @@ def _run_both(
         sinks[side].finish(result)
 
     run.both(replay)
-    notes = [*route.notes, *_code_notes(results)]
-    if upgrade_to is None and Side.NEW in results:
-        notes += _version_note(apps[Side.NEW], results[Side.NEW], route.last_version)
-        notes += _past_note(route)
+    notes = [*route.notes, *_notes(apps[Side.NEW], results, route, upgrades=routes[Side.NEW].upgrade_to is not None)]
     return WhatIf(
         route,
         {} if run.upgrade_error else results,
@@ -214,30 +210,25 @@ def _fates(source: RecordSource, route: Route, new: ReplayResult | None) -> list
     return changed_outcomes(source.summary().verdicts, new.verdicts, route.checkpoint.sequence_id, end)
 
 
-def _code_notes(results: Mapping[Side, ReplayResult]) -> list[str]:
+def _notes(app: AppCommand, results: Mapping[Side, ReplayResult], route: Route, *, upgrades: bool) -> Iterator[str]:
     digests = {result.code.digest for result in results.values() if result.code is not None}
-    return ["both sides ran the same code"] if len(results) == len(Side) and len(digests) == 1 else []
-
-
-def _version_note(app: AppCommand, result: ReplayResult, ran: int) -> list[str]:
-    """Return a note if the app ran a version of the log instead of its own, which can surprise."""
-    if result.description is None or result.description.version == ran:
-        return []
-    own = result.description.version
-    return [
-        f"{app.name} is of version {own}; what ran is the version {ran} that it holds, as in the log:"
-        f" --upgrade tries version {own}"
-    ]
-
-
-def _past_note(route: Route) -> list[str]:
-    if not route.versions:
-        return []
-    last = route.versions[-1]
-    return [
-        f"the records up to {last.sequence_id} were handled by versions before {last.version}, and are by their code"
-        f" on both sides: what differs is looked for behind them (--upgrade: from the first checkpoint on)"
-    ]
+    if len(results) == len(Side) and len(digests) == 1:
+        yield "both sides ran the same code"
+    new = results.get(Side.NEW)
+    if upgrades or new is None:
+        return
+    ran = route.last_version
+    if new.description is not None and (own := new.description.version) != ran:
+        yield (
+            f"{app.name} is of version {own}; what ran is the version {ran} that it holds, as in the log:"
+            f" --upgrade tries version {own}"
+        )
+    if route.versions:
+        last = route.versions[-1]
+        yield (
+            f"the records up to {last.sequence_id} were handled by versions before {last.version}, and are by their"
+            f" code on both sides: what differs is looked for behind them (--upgrade: from the first checkpoint on)"
+        )
 
 
 def try_upgrade(source: RecordSource, route: Route, app: AppCommand, upgrade_to: int) -> str:
@@ -523,12 +514,8 @@ class Unknown(Struct, frozen=True):
     text: str
 
 
-def not_worked_out(name: str, outcome: WhatIf, waiting: int) -> list[Unknown]:
-    """Return the unknown consequences of a what-if. ``waiting``: handlers that wait for answers the log lacks."""
-    return list(_not_worked_out(name, outcome, waiting))
-
-
-def _not_worked_out(name: str, outcome: WhatIf, waiting: int) -> Iterator[Unknown]:
+def not_worked_out(name: str, outcome: WhatIf, waiting: int) -> Iterator[Unknown]:
+    """Yield the unknown consequences of a what-if. ``waiting``: handlers that wait for answers the log lacks."""
     counts: Counter[str] = Counter()
     for (destination, _, _), kinds in outcome.findings.counts.items():
         counts[ONESELF if destination == name else destination] += kinds.total()

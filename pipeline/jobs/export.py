@@ -25,7 +25,9 @@ from urllib.parse import unquote
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
+from immortal.coordinator.config import write_atomically
 from immortal.pipeline.decode import Values, binaries, decode_headers, decode_trailers, verify_checks
 from immortal.pipeline.errors import PipelineError, SourceError
 from immortal.pipeline.jobs.evidence import EVIDENCE, MARK, evidence_of_values
@@ -41,7 +43,6 @@ from immortal.pipeline.jobs.sources import (
     exported_schema,
     none_left,
     read_export_state,
-    write_atomically,
 )
 from immortal.pipeline.reading import Gap, LogRange, close_shared, read_range, whole_range
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, split
@@ -267,7 +268,8 @@ def _make_folder(folder: Path, tables: list[str]) -> None:
 
 
 def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    write_atomically(folder / EXPORT_FILE_NAME, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(state, indent=1, ensure_ascii=False)
+    write_atomically(folder / EXPORT_FILE_NAME, f"{text}\n".encode())
 
 
 @contextmanager
@@ -292,8 +294,6 @@ def _remove_leftovers(folder: Path, state: Mapping[str, Any]) -> None:
 
 def _digest(table: str, frame: DataFrame) -> dict[str, dict[str, int]]:
     """Return the number of rows of each instance, and a checksum that does not depend on their order."""
-    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
-
     columns = [F.col(column) for column in sorted(frame.columns)]  # Parquet puts partitions last
     totals = {
         "rows": F.count(F.lit(1)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,6 @@ from immortal.pipeline.reading import NO_LIMIT, LogRange, log_folders, one_each,
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, pack, split
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import opener, sync_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -122,6 +120,7 @@ class Fleet(ABC):
         """The logs that could not be read, as far as they were tried."""
         return ()
 
+    @abstractmethod
     def table(
         self,
         spark: SparkSession,
@@ -135,13 +134,6 @@ class Fleet(ABC):
 
         ``only``: no other records are read. ``decode``: the data source's option, for logs only. Raises SourceError.
         """
-        return self._table(spark, name, columns, only, decode)
-
-    @abstractmethod
-    def _table(
-        self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
-    ) -> DataFrame:
-        """Return a table, as :meth:`table`."""
 
     @abstractmethod
     def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT) -> DataFrame:
@@ -189,8 +181,14 @@ class LogFleet(Fleet):
         function = partial(read_packs, packs=packs, read=read, said=self._said)
         return spark.range(0, len(packs), 1, max(1, len(packs))).mapInArrow(function, schema)
 
-    def _table(
-        self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
+    def table(
+        self,
+        spark: SparkSession,
+        name: str,
+        columns: Sequence[str] | None = None,
+        *,
+        only: Wanted | None = None,
+        decode: str | None = None,
     ) -> DataFrame:
         options = {"table": name} if decode is None else {"table": name, "decode": decode}
         if only is not None:
@@ -228,8 +226,14 @@ class ExportFleet(Fleet):
         self.exported: dict[str, dict[str, int]] = state["exported"]
         self.states = {name: LogState.from_json(values) for name, values in state["instances"].items()}
 
-    def _table(
-        self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
+    def table(
+        self,
+        spark: SparkSession,
+        name: str,
+        columns: Sequence[str] | None = None,
+        *,
+        only: Wanted | None = None,
+        decode: str | None = None,
     ) -> DataFrame:
         if decode is not None:
             raise SourceError(f"{self.folder} is an export: options such as 'decode' are for logs")
@@ -316,17 +320,6 @@ def read_packs(
                 if said is None:
                     raise
                 said.add(((wanted.folder, str(error)),))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write all of ``text`` or nothing, also if the machine stops."""
-    temporary = path.with_name(f"{path.name}.new")
-    with open(temporary, "w", opener=opener) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:

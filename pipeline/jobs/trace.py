@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
 from immortal.coordinator.core.interfaces import is_outside
 from immortal.pipeline.errors import PipelineError
 from immortal.pipeline.jobs.evidence import BATCH, MARK
@@ -278,8 +280,6 @@ def _time_of(spark: SparkSession, fleet: Fleet, instance: str, record: int) -> i
 
 def _with_methods(spark: SparkSession, fleet: Fleet, nodes: list[Node], decode: str | None) -> list[Node]:
     """Return the nodes with the methods that their messages call."""
-    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
-
     columns = ["instance", "sequence_id", "source", "kind", "position", "method_id", "method"]
     records = [node.record for node in nodes]
     only = Wanted(sorted({node.instance for node in nodes}), min(records), max(records))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
 from immortal.pipeline.jobs.audit import LogReport, results_of
 from immortal.pipeline.jobs.evidence import LOG
 from immortal.pipeline.jobs.sources import ExportFleet, Fleet, Unreadable
@@ -80,8 +82,6 @@ def _verify_checkpoints(spark: SparkSession, fleet: Fleet, report: VerifyReport)
 
 def _verify_export(spark: SparkSession, fleet: ExportFleet, report: VerifyReport) -> None:
     """Compare the records of an export with its state."""
-    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
-
     raw = fleet.table(spark, "raw")
     rows = raw.groupBy("instance").agg(F.count(F.lit(1)).alias("records"), F.bit_xor("check").alias("check")).collect()
     found = {row["instance"]: (row["records"], row["check"]) for row in rows}

@@ -12,6 +12,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import islice
 from typing import IO, Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -39,16 +40,10 @@ Send = Callable[[bytes], None]
 
 def send_all(spans: Iterable[Span], send: Send) -> int:
     """Send all spans, SPANS_MAX per request, and return their number."""
-    count = 0
-    waiting: list[Span] = []
-    for span in spans:
-        waiting.append(span)
-        count += 1
-        if len(waiting) == SPANS_MAX:
-            send(request_of(waiting))
-            waiting.clear()
-    if waiting:
-        send(request_of(waiting))
+    count, rest = 0, iter(spans)
+    while some := list(islice(rest, SPANS_MAX)):
+        send(request_of(some))
+        count += len(some)
     return count
 
 
