@@ -126,7 +126,7 @@ def _open(paths: list[str], run: Run) -> Fleet:
 
 
 @contextmanager
-def _spark(run: Run, name: str) -> Iterator[tuple[SparkSession, Progress]]:
+def _spark(run: Run, name: str, step: str) -> Iterator[tuple[SparkSession, Progress]]:
     """Open a session for one job. Its JVM ends with it, unless the session existed before."""
     from pyspark.sql import SparkSession
 
@@ -137,6 +137,7 @@ def _spark(run: Run, name: str) -> Iterator[tuple[SparkSession, Progress]]:
         spark = session(run.master, f"immortal pipeline {name}", **run.settings)
         try:
             shown.watch(spark)
+            shown.say(step)
             yield spark, shown
         finally:
             if not was_running:
@@ -169,7 +170,7 @@ def export(paths: list[str], folder: Path, tables: str | None, run: Run) -> None
 
     names = [name.strip() for name in tables.split(",")] if tables is not None else None
     job.prepare(fleet, folder, names)
-    with _spark(run, "export") as (spark, shown):
+    with _spark(run, "export", "exporting") as (spark, shown):
         report = job.export(spark, fleet, folder, names, shown.say)
     _finish(run, asdict(report), export_lines(report, folder), report.unreadable)
 
@@ -195,8 +196,7 @@ def audit(paths: list[str], tolerance_ms: int, streams: bool, limit: int, run: R
     from immortal.pipeline.jobs import audit as job
     from immortal.pipeline.report.text import audit_lines
 
-    with _spark(run, "audit") as (spark, shown):
-        shown.say("auditing")
+    with _spark(run, "audit", "auditing") as (spark, _):
         report = job.audit(spark, fleet, tolerance_ms=tolerance_ms)
     lines = audit_lines(report, limit, all_streams=streams)
     _finish(run, report.to_json(limit), lines, report.unreadable, found=report.violation_count)
@@ -215,8 +215,7 @@ def verify(paths: list[str], limit: int, run: Run) -> None:
     from immortal.pipeline.jobs import verify as job
     from immortal.pipeline.report.text import verify_lines
 
-    with _spark(run, "verify") as (spark, shown):
-        shown.say("verifying")
+    with _spark(run, "verify", "verifying") as (spark, _):
         report = job.verify(spark, fleet)
     lines = verify_lines(report, limit)
     _finish(run, report.to_json(limit), lines, report.unreadable, found=report.problem_count)
@@ -236,8 +235,7 @@ def stats(paths: list[str], decode: str | None, page: Path | None, top: int, run
     from immortal.pipeline.jobs import stats as job
     from immortal.pipeline.report.text import stats_lines
 
-    with _spark(run, "stats") as (spark, shown):
-        shown.say("counting")
+    with _spark(run, "stats", "counting") as (spark, _):
         found = job.stats(spark, fleet, decode=decode)
     if page is not None:
         from immortal.pipeline.report.pages import stats_page
@@ -289,8 +287,7 @@ def trace(
     from immortal.pipeline.report.pages import trace_dot, trace_lines, trace_svg
 
     job.check_instance(fleet, instance)
-    with _spark(run, "trace") as (spark, shown):
-        shown.say("following")
+    with _spark(run, "trace", "following") as (spark, _):
         found = job.trace(
             spark,
             fleet,
@@ -367,8 +364,7 @@ def what_if(
     options = [*(["--old-app", old_app] if old_app else []), *(["--upgrade"] if upgrade else [])]
     options += ["--trust-pickle"] if trust_pickle else []
     chosen, unreadable = job.choose_apps(Path(folder), apps, code, strict=run.strict)
-    with _spark(run, "what-if") as (spark, shown):
-        shown.say("replaying")
+    with _spark(run, "what-if", "replaying") as (spark, _):
         result = job.what_if(
             spark, Path(folder), chosen, code=code, options=options, timeout_s=timeout_s, strict=run.strict
         )

@@ -294,26 +294,13 @@ def _type(rpc: IncomingRpc) -> str:
 
 def _by_position(rpc: IncomingRpc) -> dict[str, Any]:
     caller = waiting_caller(rpc)
-    values = _values(rpc)
     front = {} if caller is None else {"$caller": caller[0], "$call": caller[1]}
     try:
-        arguments = (
-            decoding.load_json(msgspec.json.encode(values[len(front) :], enc_hook=show_custom))
-            if values is not None
-            else None
-        )
+        values = decoding.decode_shown(rpc.arguments, type=list[Any])
+        arguments = decoding.load_json(msgspec.json.encode(values[len(front) :], enc_hook=show_custom))
     except (ValueError, TypeError, RecursionError):
-        arguments = None  # such as a map whose keys are arrays
+        arguments = None  # no array, or such as a map whose keys are arrays
     return {**front, **({"bytes": _hex(rpc.arguments)} if arguments is None else {"arguments": arguments})}
-
-
-def _values(rpc: IncomingRpc) -> list[Any] | None:
-    """Decode the arguments from MessagePack; None if they are not an array."""
-    try:
-        values: list[Any] = decoding.decode_shown(rpc.arguments, type=list[Any])
-    except decoding.DecodeError:
-        return None
-    return values
 
 
 def _hex(data: bytes) -> str:

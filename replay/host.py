@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from msgspec import structs
 
@@ -507,6 +507,10 @@ class LocalRun:
             outsiders=outsiders,
         )
         self.session = ReplaySession(source.identity.instance_name, source.summary(), route, tells)
+
+    @property
+    def instance(self) -> Any:
+        return self.app.instance
 
     def restore(self) -> None:
         """Give the app the state of the checkpoint. Raises the app's error, or ReplayError if the app just ends."""

@@ -351,7 +351,8 @@ class _CheckedStream:
         self._witness = witness
         self._divergence: Divergence | None = None
         self._unproved: deque[tuple[int, int]] = deque()  # (first position, count) of unproved batches
-        self._made_position = self._proved_position = self._called_position = mark.position if mark else 0
+        self._proved_position = self._called_position = mark.position if mark else 0
+        self.made_position = self._called_position  # of the last message that the replay has made or skipped
         self._is_surplus = False
         self._marks: deque[int] = deque()  # positions of marks not reached yet
         self._origins: deque[tuple[int, Origin]] = deque(maxlen=ORIGINS_KEPT_MAX)  # (first position, its origin)
@@ -380,12 +381,12 @@ class _CheckedStream:
             self._witness.made(batch.first_position, batch.count, batch.payload)
         self._guard(lambda: self._check.made(batch, before, self._checksum))
         self._unproved.append((batch.first_position, batch.count))
-        self._made_position = self._called_position = batch.last_position
+        self.made_position = self._called_position = batch.last_position
         self._prove()
 
     def _prove(self) -> None:
         """Drop proved batches: a mark that is reached proves all messages before it."""
-        while self._marks and self._marks[0] <= self._made_position:
+        while self._marks and self._marks[0] <= self.made_position:
             self._proved_position = max(self._proved_position, self._marks.popleft())
         if self._witness is not None:
             self._proved_position = max(self._proved_position, self._witness.compared_position)
@@ -394,17 +395,12 @@ class _CheckedStream:
             unproved.popleft()
 
     @property
-    def made_position(self) -> int:
-        """Position of the last message that the replay has made or skipped."""
-        return self._made_position
-
-    @property
     def unproved_count(self) -> int:
         return sum(count - max(0, self._proved_position - first + 1) for first, count in self._unproved)
 
     def passed(self, impulses: OutputBatch) -> None:
         self._guard(lambda: self._check.made(impulses, self._checksum, self._checksum))
-        self._made_position = impulses.last_position
+        self.made_position = impulses.last_position
         self._prove()
 
     def finish(self, mark: OutputMark | None, *, all_made: bool) -> None:

@@ -28,7 +28,7 @@ from immortal.protocol.extensions import HandlerFailure
 from immortal.protocol.trailer import Trailer
 from immortal.protocol.verdicts import NOT_OF_CODE, Verdict
 from immortal.replay.app_process import AppCommand, Code
-from immortal.replay.comparison import Comparison, Key, MemoryBudget, Outputs, Side, SpillingQueue
+from immortal.replay.comparison import Comparison, Key, Outputs, Side
 from immortal.replay.findings import DrawnNumbersQueue, Executions, Findings
 from immortal.replay.host import find_end, run_replay
 from immortal.replay.plan import (
@@ -48,7 +48,6 @@ from immortal.replay.session import Outputs as Made
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that only one side has so far: above it ...
 AHEAD_PAUSE_S = 0.05  # ... that side pauses this long at each batch, no longer: a dying app may wait to report
-MEMORY_SIZE_BYTES_MAX = 64 << 20  # of waiting outputs, all streams together; more spills to disk
 STOP_S = 10.0  # time to stop the other side's app after one side has failed
 
 Progress = Callable[[int, int | None], None]
@@ -259,10 +258,9 @@ class _Run:
         self._comes_from_elsewhere = comes_from_elsewhere
         self._codes: dict[Side, Code | None] = {}
         self.findings = Findings(limit)
-        budget = MemoryBudget(MEMORY_SIZE_BYTES_MAX)
         self.numbers = DrawnNumbersQueue()
         self.executions = Executions()
-        self.comparison = Comparison(self.findings.add, lambda: SpillingQueue(budget))
+        self.comparison = Comparison(self.findings.add)
         self.by_position: bool | None = None  # None: no outputs yet
         self.upgrade_error = ""
         self.ends: dict[Side, AppExitedError] = {}

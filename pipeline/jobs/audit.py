@@ -205,18 +205,15 @@ class _Judge:
         for what, sender, receiver, first, last, body in results:
             key = (sender, receiver)
             if what == "log":
-                values = decoding.load_json(body)
-                for gaps in ("damages", "unread"):
-                    values[gaps] = [tuple(gap) for gap in values[gaps]]
-                self._logs[receiver] = LogReport(**values)
+                self._logs[receiver] = decoding.decode_json(body, type=LogReport)
             elif what == ORDERED:
                 self._ordering.take(sender, receiver, first, last, body)
             elif what == "finding":
-                self._findings[key].append(Finding(**decoding.load_json(body)))
+                self._findings[key].append(decoding.decode_json(body, type=Finding))
             elif what == "needs":
                 self._needs[key].append(Needs(first, last))
             else:
-                self._figures[key] = figures = StreamFigures(**decoding.load_json(body))
+                self._figures[key] = figures = decoding.decode_json(body, type=StreamFigures)
                 self._last_mark_ns[sender] = max(self._last_mark_ns[sender], figures.last_mark_ns)
         for name in self._states:
             self._logs.setdefault(name, LogReport(name))

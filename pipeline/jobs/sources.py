@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
+from msgspec import convert
 from pyspark.accumulators import Accumulator, AddingAccumulatorParam
 from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 from pyspark.sql.pandas.types import from_arrow_schema
@@ -94,11 +95,6 @@ class LogState:
             {receiver: start.offset for receiver, start in summary.stream_starts.items() if start.offset},
             summary.cut_sequence_id is not None,
         )
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> LogState:
-        sources = {name: (known[0], known[1]) for name, known in values["sources"].items()}
-        return cls(**{**values, "sources": sources})
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +220,7 @@ class ExportFleet(Fleet):
         self.run: int = state["run"]
         self.tables: list[str] = state["tables"]
         self.exported: dict[str, dict[str, int]] = state["exported"]
-        self.states = {name: LogState.from_json(values) for name, values in state["instances"].items()}
+        self.states = convert(state["instances"], dict[str, LogState])
 
     def table(
         self,

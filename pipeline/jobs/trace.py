@@ -158,7 +158,8 @@ class TraceIndex:
         time_ns = self._logs[instance].batches[record][0].time_ns
         for _, stream in sorted(self._streams[instance].items()):
             above, upto = self._bounds(stream, instance, record)
-            for batch in stream.batches[self._first_behind(stream, above) :]:
+            first = bisect_right(stream.batches, above, key=lambda batch: batch.last)
+            for batch in stream.batches[first:]:
                 if batch.first > upto:
                     break
                 if time_ns <= batch.sent_ns <= time_ns + self.within_ms * 1_000_000:
@@ -183,9 +184,6 @@ class TraceIndex:
         records = self._logs[sender].records
         upto = stream.made_at(complete) if records and complete <= records[-1] else None
         return above or 0, _NO_BOUND if upto is None else upto
-
-    def _first_behind(self, stream: _Stream, position: int) -> int:
-        return bisect_right(stream.batches, position, key=lambda batch: batch.last)
 
 
 def follow(index: TraceIndex, instance: str, record: int, message: int | None, nodes_max: int = NODES_MAX) -> Trace:

@@ -56,7 +56,7 @@ def verify(spark: SparkSession, fleet: Fleet) -> VerifyReport:
     evidence = fleet.evidence(spark)
     for what, _, name, _, _, body in results_of(spark, evidence.where(evidence["what"] == LOG)):
         if what == "log":
-            log = LogReport(**decoding.load_json(body))
+            log = decoding.decode_json(body, type=LogReport)
             report.records[name] = log.records
             for first, _, text in log.damages:
                 report.add(Problem(name, f"record {first}", text))

@@ -292,7 +292,7 @@ LABELS_MAX = 60
 @styled
 def trace_svg(trace: Trace) -> str:
     """Draw a trace, with arrows from cause to effect: full if the cause is exact, dotted if it is one of several."""
-    lanes = {name: index for index, name in enumerate(_lanes(trace.nodes))}
+    lanes = {name: index for index, name in enumerate(dict.fromkeys(node.instance for node in trace.nodes))}
     start_ns = trace.nodes[0].time_ns
     figure = Figure(figsize=(10.0, max(2.0, 0.55 * len(lanes) + 1.2)), layout="constrained")
     axes = figure.add_subplot()
@@ -341,11 +341,6 @@ def trace_lines(trace: Trace) -> Iterator[str]:
         )
     if trace.cut_off:
         yield f"... and more than the {len(trace.nodes)} that --limit allows"
-
-
-def _lanes(nodes: Sequence[Node]) -> list[str]:
-    """Return the services in the order in which they first appear."""
-    return list(dict.fromkeys(node.instance for node in nodes))
 
 
 def _short(node: Node) -> str:

@@ -421,8 +421,6 @@ class LogCut(Struct):
 def make_consistent(database: DuckDBPyConnection, cuts: list[LogCut]) -> None:
     """Move ``cuts`` back until no log shows a call whose cause is after the cut of its sender's log.
     ``database`` has the uncut tables "_logged_messages" and "_logged_outputs"."""
-    if len(cuts) < 2 or not any(cut.goes_on for cut in cuts):
-        return
     by_name = {cut.instance: cut for cut in cuts}
     while found := _too_late(database, cuts):
         for instance, first_without_cause in found:

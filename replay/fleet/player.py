@@ -228,10 +228,6 @@ class Player(LocalRun):
         return all_method_names(self.definition)
 
     @property
-    def instance(self) -> Any:
-        return self.app.instance
-
-    @property
     def next_due_ns(self) -> int | None:
         """Time of the next timer of its handlers; None if there is none."""
         clock = self.tasks.clock
