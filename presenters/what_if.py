@@ -15,7 +15,7 @@ from immortal.coordinator.core.formatting import CallText, Methods, format_call,
 from immortal.coordinator.log.record_contents import message_at, record_of
 from immortal.protocol.command_line import counted, table_lines
 from immortal.protocol.safe_output import printable_lines
-from immortal.replay import AppCommand, RecordSource, ReplayError, ReplayResult
+from immortal.replay import AppCommand, RecordSource, ReplayError
 from immortal.replay.app_process import Code, code_values, diff_states, unanswered
 from immortal.replay.comparison import Key, Kind, Side
 from immortal.replay.findings import Finding
@@ -92,16 +92,12 @@ class Report:
             return DIFFERENT
         if outcome.findings.total or outcome.fates or self.state:
             return DIFFERENT
-        return SAME if self.state_problem is None and not self._is_too_little else FAILED
+        return SAME if self.state_problem is None and self._most("messages") >= self._at_least else FAILED
 
     @property
     def _end_differs(self) -> bool:
         ends = [(error.sequence_id, error.exit_status) for error in self._outcome.ends.values()]
         return len(ends) == 1 or len(set(ends)) > 1
-
-    @property
-    def _is_too_little(self) -> bool:
-        return self._most("messages") < self._at_least
 
     @property
     def warnings(self) -> list[str]:
@@ -116,7 +112,12 @@ class Report:
         if old == new:
             return []
         if any(result.description is None for result in results.values()):  # no SDK app: its state is bytes
-            return [{"path": "", **{side.value: _blob_text(results[side]) for side in Side}}]
+            found: Values = {"path": ""}
+            for side in Side:
+                found[side.value] = (
+                    f"{results[side].blob_size_bytes} bytes with CRC {results[side].blob_check or 0:016x}"
+                )
+            return [found]
         (old_class, old_path, old_code), (new_class, new_path, new_code) = (
             (self._class(side), blob_paths[side], self._apps[side].code) for side in Side
         )
@@ -455,10 +456,6 @@ class Report:
         if self.state_problem:
             return "the states can't be compared"
         return "with the log's inputs the state is the same" if self._state_is_known else "the state is not known"
-
-
-def _blob_text(result: ReplayResult) -> str:
-    return f"{result.blob_size_bytes} bytes with CRC {result.blob_check or 0:016x}"
 
 
 def _value_text(difference: Values, side: Side) -> str:

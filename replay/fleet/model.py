@@ -23,7 +23,7 @@ from immortal.protocol import decoding
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
 from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
-from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, EffectDone, Log, LoggedRecord, Place, Player, Recorded
+from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, Log, LoggedRecord, Place, Player, Recorded
 from immortal.replay.plan import ReplayError
 
 DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an effect that never ran
@@ -264,19 +264,12 @@ class Rules(Struct):
         none. Also return a row for people.
         """
         name, encoded, key = effect.function.name, effect.encoded, effect.options.key
-
-        def is_like(one: EffectDone) -> bool:
-            return one.done is not None and one.name == name and one.encoded == encoded
-
-        def has_key(one: EffectDone) -> bool:
-            return one.done is not None and one.name == name and key is not None and one.key == key
-
         found = service.recorded.effects.get(number)
         if found is None or found.done is None:
-            done = service.recorded.effects.values()
-            found = next(filter(is_like, done), None)
-            if found is None and self.effects == "by-key":
-                found = next(filter(has_key, done), None)
+            done = [one for one in service.recorded.effects.values() if one.done is not None and one.name == name]
+            found = next((one for one in done if one.encoded == encoded), None)
+            if found is None and self.effects == "by-key" and key is not None:
+                found = next((one for one in done if one.key == key), None)
         if found is not None:
             rpc = rpc_of(found.message)
             rest = decoding.decode(rpc.arguments, type=list[msgspec.Raw])[3:]

@@ -226,7 +226,6 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
         simulation.close()
     first: FleetOutcome | None = None
     first_states: Mapping[str, _States | None] = {}
-    found = Seeds(seeds)
     ends: dict[str, End] = {}
     for seed in range(seeds):
         simulation = simulate(logs, rules, seed, recorded)
@@ -243,10 +242,8 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
         ends[digest].count += 1
         ends[digest].broken += simulation.broken is not None
     assert first is not None
-    found.ends = list(ends.values())
-    found.different = seeds - found.ends[0].count
-    found.broken = sum(one.broken for one in found.ends)
-    first.seeds = found
+    all_ends = list(ends.values())
+    first.seeds = Seeds(seeds, seeds - all_ends[0].count, sum(one.broken for one in all_ends), all_ends)
     return first
 
 
@@ -316,12 +313,13 @@ def _outcome(
                 clients.examples.append(words.of(number))
     for service in simulation.services.values():
         state = states[service.name]
+        because = "what comes to it is the same" if service.why is None else words.of(service.why)
         found = [] if state is None else list(islice(differences(*state), None if details else SHOWN_MAX + 1))
         services.append(
             ServiceOutcome(
                 service.name,
                 service.name in logs.changes,
-                _because(service, logs, words),
+                "its code is changed" if service.name in logs.changes else because,
                 service.messages,
                 sum(service.equal.values()),
                 words.first(service),
@@ -366,12 +364,6 @@ def _hours(simulation: Simulation, words: _Words) -> list[Hour]:
         found = hour(one.service, one.destination, one.message, one.time_ns)
         setattr(found, one.kind, getattr(found, one.kind) + 1)
     return [hours[key] for key in sorted(hours)]
-
-
-def _because(service: Service, logs: Logs, words: _Words) -> str:
-    if service.name in logs.changes:
-        return "its code is changed"
-    return "what comes to it is the same" if service.why is None else words.of(service.why)
 
 
 def _broken(found: Broken | None, words: _Words) -> BrokenCheck | None:

@@ -249,7 +249,9 @@ class MomentExplorer:
         now = part_of(self._states[at], steps)
         start, is_oldest = self._checkpoint_before_change(record - 1, steps, now)
         walk = Walk(self._source, self._definition, start)
-        upper = self._upper(start, record, steps, now)
+        later = [one for one in self._checkpoints(record - 1) if one.sequence_id > start.sequence_id]
+        has_value_then = bool(later) and same(self._value(later[0], steps), now)
+        upper = later[0].sequence_id if has_value_then else record  # the end of the part to replay
         found, _ = self._change_on(walk, upper, at, steps)
         if found is None:
             return {"at": None, "since": start.sequence_id if is_oldest else None, "is_cut": walk.reached < upper}
@@ -377,11 +379,6 @@ class MomentExplorer:
             else:
                 low = middle
         return (kept[0], True) if low < 0 else (kept[low], False)
-
-    def _upper(self, start: CheckpointHeader, record: int, steps: list[Step], now: Tree) -> int:
-        """Return the end of the part to replay: the next checkpoint if it has the value, else ``record``."""
-        later = [one for one in self._checkpoints(record - 1) if one.sequence_id > start.sequence_id]
-        return later[0].sequence_id if later and same(self._value(later[0], steps), now) else record
 
     def _value(self, checkpoint: CheckpointHeader, steps: list[Step]) -> Tree:
         walk = Walk(self._source, self._definition, checkpoint)
