@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -30,7 +29,6 @@ from immortal.protocol.files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from rich.status import Status
 
     from immortal.pipeline.jobs.sources import Fleet, Unreadable
 
@@ -41,6 +39,7 @@ FOUND = 3
 UNREADABLE = 4
 """Exit status of a job that found nothing, but could not read some logs."""
 _UNREADABLE_SHOWN_MAX = 20
+_UPDATES_PER_SECOND = 2.0
 
 _PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib", "jinja2")
 _SPARKS_OWN = ("pyspark", "py4j")
@@ -397,63 +396,42 @@ def _finish(
 # Progress of Spark's jobs on stderr; nothing is shown if stderr is no terminal.
 
 
-_UPDATE_INTERVAL_S = 0.5
-
-
 class Progress:
     """Status line: the step that ``say`` named, and how many of Spark's tasks are done."""
 
-    def __init__(self, status: Status | None) -> None:
-        self._status = status
+    def __init__(self) -> None:
         self._step = "starting Spark"
         self._spark: SparkSession | None = None
 
     def say(self, step: str) -> None:
         self._step = step
-        self.update()
 
     def watch(self, spark: SparkSession) -> None:
         self._spark = spark
 
-    def update(self) -> None:
-        if self._status is not None:
-            self._status.update(f"{self._step}{self._tasks()}")
-
-    def _tasks(self) -> str:
+    def __rich__(self) -> str:
+        """Return the line as it is now: rich asks again and again."""
         if self._spark is None:
-            return ""
+            return self._step
         try:
             tracker = self._spark.sparkContext.statusTracker()
             stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
         except Exception:  # Spark is stopping, or runs elsewhere; the count is only decoration
-            return ""
+            return self._step
         known = [stage for stage in stages if stage is not None]
         done, total = sum(stage.numCompletedTasks for stage in known), sum(stage.numTasks for stage in known)
-        return f": {done} of {total} tasks" if total else ""
+        return f"{self._step}: {done} of {total} tasks" if total else self._step
 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    if not sys.stderr.isatty():
-        yield Progress(None)
-        return
-    from rich.console import Console
+    shown = Progress()
+    with ExitStack() as stack:
+        if sys.stderr.isatty():
+            from rich.console import Console
 
-    with Console(stderr=True).status("starting Spark") as status:
-        shown = Progress(status)
-        done = threading.Event()
-
-        def tick() -> None:
-            while not done.wait(_UPDATE_INTERVAL_S):
-                shown.update()
-
-        thread = threading.Thread(target=tick, name="progress", daemon=True)
-        thread.start()
-        try:
-            yield shown
-        finally:
-            done.set()
-            thread.join()
+            stack.enter_context(Console(stderr=True).status(shown, refresh_per_second=_UPDATES_PER_SECOND))
+        yield shown
 
 
 if __name__ == "__main__":

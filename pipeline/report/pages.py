@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import wraps
@@ -218,14 +217,9 @@ def duration_text(duration_ns: int) -> str:
 
 def _calls_over_time(stats: Stats, busiest: Sequence[str]) -> str:
     series: dict[str, dict[int, float]] = {name: {} for name in busiest[:SERIES_MAX]}
-    others: dict[int, float] = defaultdict(float)
     for part in stats.bins:
-        if part.instance in series:
-            series[part.instance][part.start_ns] = part.figures.calls
-        else:
-            others[part.start_ns] += part.figures.calls
-    if others:
-        series["all others"] = others
+        points = series.setdefault(part.instance if part.instance in busiest[:SERIES_MAX] else "all others", {})
+        points[part.start_ns] = points.get(part.start_ns, 0) + part.figures.calls
     return over_time("executed calls", f"calls in {duration_text(stats.bin_ns)}", series, stats.bin_ns, stacked=True)
 
 
