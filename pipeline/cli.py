@@ -380,7 +380,6 @@ def _finish(
     found: int = 0,
     status: int | None = None,
 ) -> NoReturn:
-    """Print the results of a job, and end with its status."""
     if run.as_json:
         echo_json(values)
     else:

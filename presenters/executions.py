@@ -190,7 +190,6 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
 
 
 def _linked(child: Values) -> str:
-    """Return the text of a caller or a child in another execution's timeline."""
     one: Execution = child["execution"]
     return f"{child['instance']} {one.id}: {one.call} {one.state} ('immortal executions {child['instance']} {one.id}')"
 

@@ -161,7 +161,6 @@ def _parts(rpc: IncomingRpc, values: list[Any]) -> dict[str, Any]:
 
 
 def _shown(data: bytes) -> str:
-    """Return the bytes as a Python literal without quotes, shortened."""
     if len(data) <= ARGUMENTS_SHOWN_BYTES_MAX:
         return repr(data)[2:-1]
     return f"{repr(data[:ARGUMENTS_SHOWN_BYTES_MAX])[2:-1]}..."

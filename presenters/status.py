@@ -87,7 +87,6 @@ def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, An
 
 
 def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
-    """Return the fields of an upgrade that is requested, or has failed."""
     mark = upgrade_mark.read(settings.folder)
     if mark is None:
         return {}
@@ -140,7 +139,6 @@ def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _failures(summary: LogSummary) -> dict[str, Any]:
-    """Return the status fields of failed messages, as far as the log has them."""
     row: dict[str, Any] = {}
     if summary.verdicts:
         row["verdicts"] = dict(Counter(one.kind.name.lower() for one in summary.verdicts))
@@ -275,7 +273,6 @@ def _by_and_since(paused: Values) -> str:
 
 
 def _keys(folder: Path) -> dict[str, Any]:
-    """Return reminders about the keys of an instance or a client, such as an expiry."""
     if not (folder / PUBLIC_KEYS_FILE_NAME).exists():
         return {}
     from immortal.coordinator.peers import keys  # needs ZeroMQ, whose loading takes long

@@ -459,7 +459,6 @@ class Report:
 
 
 def _value_text(difference: Values, side: Side) -> str:
-    """Return a value of the state as text, shortened; "absent" if that side has none."""
     if side.value not in difference:
         return "absent"
     path, value = difference["path"], difference[side.value]

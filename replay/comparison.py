@@ -174,7 +174,6 @@ class Comparison:
             self._advance(destination, streams)
 
     def _advance(self, destination: str, streams: dict[Side, _Stream]) -> None:
-        """Compare the messages that both sides have so far."""
         size_bytes = {side: stream.size_bytes for side, stream in streams.items()}
         old, new = streams[Side.OLD], streams[Side.NEW]
         singles = 0

@@ -29,6 +29,7 @@ from immortal.protocol.trailer import BatchKind, Trailer, decode_trailer
 from immortal.replay.app_process import DIFFERENCES_MAX, AppCommand, diff_states
 from immortal.replay.host import find_end, run_replay
 from immortal.replay.plan import (
+    NO_CHECKPOINT,
     AppExitedError,
     ReplayError,
     ReplayPlan,
@@ -133,7 +134,7 @@ def verify_sections(
     if not sound:
         if last < summary.last_sequence_id:
             raise ReplayError(f"the log has no sound checkpoint up to record {last} to begin at")
-        raise ReplayError("the log has no sound checkpoint to begin at: 'immortal log verify' says what is damaged")
+        raise ReplayError(NO_CHECKPOINT)
     ends: list[CheckpointHeader | None] = [*sound[1:], None]
     pairs = list(zip(sound, ends, strict=True))
     if checkpoint_id is not None:

@@ -38,6 +38,7 @@ from immortal.replay.plan import (
     Route,
     SharedSource,
     UpgradeFailedError,
+    plan_first,
     plan_route,
     route_until,
     usable_checkpoints,
@@ -83,22 +84,14 @@ def plan_what_if(
     ReplayError if the log does not allow it.
     """
     summary = source.summary()
-    notes = list(source.problems)
     last = summary.last_sequence_id if last_sequence_id is None else last_sequence_id
     if last > summary.last_sequence_id:
         raise ReplayError(f"record {last} is not in the log: its last one is {summary.last_sequence_id}")
-    problems = []
-    for candidate in (
-        [header.checkpoint_id for header in usable_checkpoints(summary)] if checkpoint_id is None else [checkpoint_id]
-    ):
-        try:
-            route = plan_route(ReplayPlan(candidate, last), source, summary)
-        except ReplayError as error:
-            problems.append(str(error))
-        else:
-            return replace(route, notes=[*notes, *problems])
-    nothing = "the log has no sound checkpoint to begin at: 'immortal log verify' says what is damaged"
-    raise ReplayError(problems[0] if problems else nothing)
+    candidates = [header.checkpoint_id for header in usable_checkpoints(summary)]
+    if checkpoint_id is not None:
+        candidates = [checkpoint_id]
+    route = plan_first(candidates, source, summary, ReplayPlan(last_sequence_id=last))
+    return replace(route, notes=[*source.problems, *route.notes])
 
 
 def run_what_if(

@@ -179,7 +179,6 @@ def _rows(figures: DataFrame, by: int, *order: str, limit: int | None = None) ->
 
 
 def _records(spark: SparkSession, fleet: Fleet) -> list[Row]:
-    """Return one row for each service: how many records it has, their size, and their times."""
     records = fleet.table(spark, "records", ["instance", "message_count", "size_bytes", "time_ns", "ok"])
     sound_ns = F.when(F.col("ok"), F.col("time_ns"))
     return (

@@ -277,7 +277,6 @@ def _time_of(spark: SparkSession, fleet: Fleet, instance: str, record: int) -> i
 
 
 def _with_methods(spark: SparkSession, fleet: Fleet, nodes: list[Node], decode: str | None) -> list[Node]:
-    """Return the nodes with the methods that their messages call."""
     columns = ["instance", "sequence_id", "source", "kind", "position", "method_id", "method"]
     records = [node.record for node in nodes]
     only = Wanted(sorted({node.instance for node in nodes}), min(records), max(records))

@@ -81,7 +81,6 @@ def _verify_checkpoints(spark: SparkSession, fleet: Fleet, report: VerifyReport)
 
 
 def _verify_export(spark: SparkSession, fleet: ExportFleet, report: VerifyReport) -> None:
-    """Compare the records of an export with its state."""
     raw = fleet.table(spark, "raw")
     rows = raw.groupBy("instance").agg(F.count(F.lit(1)).alias("records"), F.bit_xor("check").alias("check")).collect()
     found = {row["instance"]: (row["records"], row["check"]) for row in rows}

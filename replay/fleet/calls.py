@@ -159,7 +159,6 @@ class CallComparison:
 
 
 def _number_of_awaited(rpc: IncomingRpc) -> int | None:
-    """Return the number of a call that waits for its answer; None for any other message."""
     if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
         return None
     return decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int)

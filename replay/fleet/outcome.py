@@ -482,7 +482,6 @@ class _Words:
 
 
 def _tree(simulation: Simulation, words: _Words) -> list[Consequence]:
-    """Build the tree of consequences, calls of one kind with one cause together."""
     nodes: dict[tuple[Any, ...], Consequence] = {}
     roots: list[Consequence] = []
     paths: list[tuple[Any, ...]] = []

@@ -32,7 +32,7 @@ from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, decode_trailer
 from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
 from immortal.replay.host import LocalRun
-from immortal.replay.plan import OWN_VERSION, ReplayError, ReplayPlan, Route, never_was, plan_route, usable_checkpoints
+from immortal.replay.plan import OWN_VERSION, ReplayError, ReplayPlan, Route, never_was, plan_first, usable_checkpoints
 from immortal.replay.result import Sink
 from immortal.replay.session import Ended, Event, NumbersDrawn, Outputs, VerdictGiven
 from immortal.replay.verify import ProvingSink
@@ -157,13 +157,10 @@ def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
     if not_after_ns is not None:
         early = [one for one in headers if one.time_ns <= not_after_ns]
         headers = [*reversed(early), *headers[len(early) :]]
-    problems = []
-    for header in headers:
-        try:
-            return plan_route(ReplayPlan(header.checkpoint_id, follow=True), source, summary)
-        except ReplayError as error:
-            problems.append(str(error))
-    raise ReplayError(f"{name}: {problems[0] if problems else 'the log has no sound checkpoint to begin at'}")
+    try:
+        return plan_first([one.checkpoint_id for one in headers], source, summary, ReplayPlan(follow=True))
+    except ReplayError as error:
+        raise ReplayError(f"{name}: {error}") from None
 
 
 _running = False

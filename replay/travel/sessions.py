@@ -191,7 +191,6 @@ class _Session:
         )
 
     def _with_said(self, text: str) -> str:
-        """Return ``text`` with the end of the process's stderr."""
         size = os.fstat(self._said.fileno()).st_size
         said = os.pread(self._said.fileno(), SAID_CHARACTERS_MAX, max(0, size - SAID_CHARACTERS_MAX))
         os.ftruncate(self._said.fileno(), 0)
