@@ -39,13 +39,6 @@ TRACEBACK_LINES_MAX = 8
 VALUE_SIZE_MAX = 60  # characters shown of a value in the state
 
 
-_FATE_WORDS = {
-    MessageOutcome.WORKS: "would not fail",
-    MessageOutcome.FAILS: "would fail",
-    MessageOutcome.DIFFERS: "would fail in another way",
-}
-
-
 _WAITING = ("$waiting", "$queued")  # handlers, in a state
 
 
@@ -351,7 +344,7 @@ class Report:
         calls = "a call" if fates.count == 1 else f"{fates.count:,} calls"
         made = self._input(first.key[:2])
         where = f"{'' if fates.count == 1 else 'the first is '}{place_in_words(first)}{f': {made}' if made else ''}"
-        what = "would fail that did not" if fates.fate is MessageOutcome.FAILS else _FATE_WORDS[fates.fate]
+        what = "would fail that did not" if fates.fate is MessageOutcome.FAILS else fates.fate.would_be
         was = "" if fates.then is None else f"; was {format_failure(fates.then)}"
         would_be = "" if fates.now is None else f"; would be {format_failure(fates.now)}"
         yield f"{calls} of {method} {what}: {where}{was}{would_be}"
@@ -428,7 +421,7 @@ class Report:
         counts = dict.fromkeys(MessageOutcome, 0)
         for fates in self._outcome.fates:
             counts[fates.fate] += fates.count
-        said = [f"{count:,} {_FATE_WORDS[fate]}" for fate, count in counts.items() if count]
+        said = [f"{count:,} {fate.would_be}" for fate, count in counts.items() if count]
         return f"; of the calls that came in {', '.join(said)}" if said else ""
 
     def _calls_verdict(self) -> str:

@@ -219,14 +219,14 @@ class AppCommand(Struct, frozen=True):
         return not self.argv
 
 
-def code_environment(code: Path | None, notes: Path | str = os.devnull) -> dict[str, str]:
+def code_environment(code: Path | None) -> dict[str, str]:
     """Return the environment of a process with user code (:mod:`immortal.appsdk.running.user_modules`), ``code`` first.
 
     Raises ReplayError if ``code`` is neither a folder nor a wheel.
     """
     if code is not None and not (code.is_dir() or (code.is_file() and code.suffix in (".whl", ".zip"))):
         raise ReplayError(f"{code} is neither a folder nor a wheel: one with the module of the class was expected")
-    return {"IMMORTAL_CODE": "" if code is None else str(code.absolute()), NOTES_VARIABLE: str(notes)}
+    return {"IMMORTAL_CODE": "" if code is None else str(code.absolute()), NOTES_VARIABLE: os.devnull}
 
 
 # The app that replays a part of a log if the user names none.

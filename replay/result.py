@@ -230,6 +230,11 @@ class MessageOutcome(Enum):
     FAILS = "fails now"  # it did not fail then
     DIFFERS = "fails in another way"
 
+    @property
+    def would_be(self) -> str:
+        """The change as what would be different."""
+        return {"works now": "would not fail", "fails now": "would fail"}.get(self.value, "would fail in another way")
+
 
 class OutcomeChanges(Struct):
     """Group of ``count`` messages of ``method`` with one change. ``then``, ``now``: verdicts on the first of them."""
@@ -262,9 +267,13 @@ def changed_outcomes(
         if after < each.sequence_id and each.key[:2] < before and each.cause not in NOT_OF_CODE
     }
     new = {each.key: each for each in now}
+    return group_outcomes((old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()))
+
+
+def group_outcomes(pairs: Iterable[tuple[Verdict | None, Verdict | None]]) -> list[OutcomeChanges]:
+    """Group (verdict then, verdict now) of messages by method and change, without those whose outcome is the same."""
     groups: dict[tuple[str, MessageOutcome], OutcomeChanges] = {}
-    for key in sorted(old.keys() | new.keys()):
-        was, is_now = old.get(key), new.get(key)
+    for was, is_now in pairs:
         if was is None:
             fate = MessageOutcome.FAILS
         elif is_now is None:

@@ -45,7 +45,7 @@ class CallComparison:
         """
         before = [one.message for one in old]
         if not is_other and before == new:
-            service.count_equal(destination, len(new))
+            service.equal += len(new)
             yield from ((one.position, one.message, None) for one in old)
             return
         positions = iter([one.position for one in old])
@@ -54,13 +54,13 @@ class CallComparison:
             number: int | None = None
             if was is not None and is_now is not None and self._is_same_answer(service, destination, was, is_now):
                 number = cause  # the call that it answers has another number
-                service.count_equal(destination)
+                service.equal += 1
             elif kind is not None or is_other:
                 name = "moved" if kind is None else kind.value
                 one = Difference(service.name, name, destination, place, was, is_now, cause, time_ns)
                 number = self._add(service, one)
             else:
-                service.count_equal(destination)
+                service.equal += 1
             yield None if was is None else next(positions), is_now, number
 
     def miss(self, service: Service, place: Place, cause: int | None) -> None:

@@ -126,7 +126,7 @@ class Service(Struct, eq=False):
     effects: dict[int, str] = field(default_factory=dict)
     verdicts: dict[MessageKey, Verdict] = field(default_factory=dict)
     unmatched: dict[object, list[int]] = field(default_factory=dict)
-    equal: dict[str, int] = field(default_factory=dict)
+    equal: int = 0
     stopped: str = ""
     messages: int = 0
 
@@ -153,9 +153,6 @@ class Service(Struct, eq=False):
         """Count the messages from outside that it has had: impulses, with timers and results, and clients' requests."""
         batches = (batch for record in self.log.records[: self.cursor] for batch in record.trailer.batches)
         return sum(batch.count for batch in batches if batch.kind in (BatchKind.IMPULSES, BatchKind.CLIENT))
-
-    def count_equal(self, destination: str, count: int = 1) -> None:
-        self.equal[destination] = self.equal.get(destination, 0) + count
 
     def refuse_early(self) -> NoReturn:
         """Raise ReplayError: a changed message belongs before the service's first state."""

@@ -21,7 +21,7 @@ from immortal.replay.fleet.model import Broken, Difference, Logs, Rules, Service
 from immortal.replay.fleet.player import Place, Recorded, not_of_code
 from immortal.replay.fleet.simulation import FIRST_OTHER_SEQUENCE_ID, Simulation, simulate
 from immortal.replay.plan import ReplayError
-from immortal.replay.result import format_failure
+from immortal.replay.result import format_failure, group_outcomes
 
 _NEW_CALL = re.compile(r"\b(as|to) call 1\d{12}\b")  # FIRST_OTHER_NUMBER and above
 DEPTH_MAX = 30  # of the tree of consequences
@@ -321,7 +321,7 @@ def _outcome(
                 service.name in logs.changes,
                 "its code is changed" if service.name in logs.changes else because,
                 service.messages,
-                sum(service.equal.values()),
+                service.equal,
                 words.first(service),
                 list(by_service.get(service.name, {}).values()),
                 _fates(service),
@@ -384,22 +384,13 @@ def _fates(service: Service) -> list[Fate]:
         {("task", one.task) if one.task else one.key: one for one in verdicts if not not_of_code(one)}
         for verdicts in (service.recorded.verdicts.values(), service.verdicts.values())
     )
-    groups: dict[tuple[str, str], Fate] = {}
-    for key in {**was, **now}:
-        old, new = was.get(key), now.get(key)
-        if new is None or old is None:
-            fate = "would fail" if old is None else "would not fail"
-        elif (old.kind, old.type_name, old.text) != (new.kind, new.type_name, new.text):
-            fate = "would fail in another way"
-        else:
-            continue
-        one = new or old
-        assert one is not None
-        record, message = _place(one.key[:2])
+    fates = []
+    for group in group_outcomes((was.get(key), now.get(key)) for key in {**was, **now}):
+        record, message = _place(group.first.key[:2])
         where = "a call that the log does not have" if record is None else f"record {record}, message {message}"
-        group = (one.method or "a message", fate)
-        groups.setdefault(group, Fate(*group, 0, f"{where}: {format_failure(one)}")).count += 1
-    return list(groups.values())
+        example = f"{where}: {format_failure(group.first)}"
+        fates.append(Fate(group.method or "a message", group.fate.would_be, group.count, example))
+    return fates
 
 
 def _known(text: str) -> str:
