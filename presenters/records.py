@@ -83,8 +83,6 @@ def _messages(content: bytes, methods: Methods) -> Iterator[dict[str, Any]]:
     for message_type, start, end in decode_messages(content):
         if message_type == MessageType.RECORD_TIME:
             yield {"type": "RECORD_TIME", "time_ns": decode_record_time(content, start, end)}
-        elif message_type == MessageType.RPC:
-            yield _rpc(content, start, end, methods)
         elif message_type in (MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_RPC_BATCH):
             (batch,) = batches(content[offset:end])
             for inner_type, inner_start, inner_end in decode_messages(batch.payload):

@@ -85,10 +85,7 @@ class Sessions:
             session.close()
 
     def close(self) -> None:
-        with self._lock:
-            sessions, self._sessions = list(self._sessions.values()), {}
-        for session in sessions:
-            session.close()
+        self._end(lambda key: True)
 
     def _session(self, key: _Key) -> _Session:
         closed: list[_Session] = []
