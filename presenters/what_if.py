@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,28 +43,22 @@ VALUE_SIZE_MAX = 60  # characters shown of a value in the state
 _WAITING = ("$waiting", "$queued")  # handlers, in a state
 
 
+@dataclass(eq=False)
 class Report:
     """Report on a what-if. ``blob_paths``: files of the states at the end. ``reader``: the log, for the inputs shown.
     ``at_least``: number of messages that must have been compared for the verdict "no difference".
     """
 
-    def __init__(
-        self,
-        name: str,
-        apps: Mapping[Side, AppCommand],
-        outcome: WhatIf,
-        reader: RecordSource,
-        limit: int,
-        blob_paths: Mapping[Side, Path],
-        *,
-        at_least: int = 0,
-    ) -> None:
-        self._at_least = at_least
-        self._name = name
-        self._apps = apps
-        self._outcome = outcome
-        self._reader = reader
-        self._limit = limit
+    _name: str
+    _apps: Mapping[Side, AppCommand]
+    _outcome: WhatIf
+    _reader: RecordSource
+    _limit: int
+    _blob_paths: Mapping[Side, Path]
+    at_least: int = 0
+
+    def __post_init__(self) -> None:
+        outcome, blob_paths = self._outcome, self._blob_paths
         self.state_problem: str | None = None
         self.state: list[Values] = []
         self.unanswered: list[Values] = []
@@ -85,7 +80,7 @@ class Report:
             return DIFFERENT
         if outcome.findings.total or outcome.fates or self.state:
             return DIFFERENT
-        return SAME if self.state_problem is None and self._most("messages") >= self._at_least else FAILED
+        return SAME if self.state_problem is None and self._most("messages") >= self.at_least else FAILED
 
     @property
     def _end_differs(self) -> bool:
@@ -435,7 +430,7 @@ class Report:
             state = "the states can't be compared" if self.state_problem else "so is the state"
             return f"different: what fails; all {outcome.equal_count:,} calls made are the same, {state}"
         if self.exit_status == FAILED and self.state_problem is None:
-            return too_little_text(self._most("messages"), self._at_least)
+            return too_little_text(self._most("messages"), self.at_least)
         if not findings.total and not self.state and self._end_differs and not self.state_problem:
             return f"all {outcome.equal_count:,} calls are the same, and so is the state"
         if not findings.total and not self.state:

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -248,37 +249,27 @@ def _died(process: AppProcess, app: AppCommand) -> AppExitedError:
     )
 
 
+@dataclass(eq=False)
 class _Host:
-    """Runner of one replay, from the app's connection to its end."""
+    _source: RecordSource
+    _summary: LogSummary
+    _route: Route
+    _app: AppCommand
+    _process: AppProcess | None
+    _connection: AppConnection
+    _said: bytes  # received from the app so far
+    _sink: Sink
+    _blob_file: BinaryIO | None
+    _numbers: Callable[[int], Sequence[bytes] | None] | None
+    _tells: Tells
 
-    def __init__(
-        self,
-        source: RecordSource,
-        summary: LogSummary,
-        route: Route,
-        app: AppCommand,
-        process: AppProcess | None,
-        connection: AppConnection,
-        said: bytes,  # received from the app so far
-        sink: Sink,
-        blob_file: BinaryIO | None,
-        numbers: Callable[[int], Sequence[bytes] | None] | None,
-        tells: Tells,
-    ) -> None:
-        self._source = source
-        self._route = route
-        self._app = app
-        self._process = process
-        self._connection = connection
-        self._said = said
-        self._sink = sink
-        self._blob_file = blob_file
-        self._numbers = numbers
+    def __post_init__(self) -> None:
+        source, route = self._source, self._route
         self._blob_size_bytes = self._blob_check = 0
         self._session = ReplaySession(
-            source.identity.instance_name, summary, route, tells, rpc_limit_mib=app.rpc_limit_mib
+            source.identity.instance_name, self._summary, route, self._tells, rpc_limit_mib=self._app.rpc_limit_mib
         )
-        self._known_sequence_id = summary.last_sequence_id  # the verdicts up to this record are known
+        self._known_sequence_id = self._summary.last_sequence_id  # the verdicts up to this record are known
         self._blob = source.checkpoint_chunks(route.checkpoint.checkpoint_id)
         self._values: Iterator[bytes] | None = None
         self._unsent_size_bytes = 0

@@ -10,6 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -61,27 +62,20 @@ class Positions:
             write_atomically(self._path, json.dumps(self._next).encode())
 
 
+@dataclass(eq=False)
 class _SpanSender(Generic[T]):
     """Sender of spans of logs, round by round, to an endpoint that can be unreachable for a while.
 
     ``wait(seconds)``: returns True if the sender must end. ``say``: receives problems.
     """
 
-    def __init__(
-        self,
-        logs: Sequence[T],
-        to: Send,
-        positions: Positions,
-        wait: Callable[[float], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        self.sent = 0
-        self._logs = logs
-        self._to = to
-        self._positions = positions
-        self._wait = wait
-        self._say = say
-        self._spans = Spans()
+    _logs: Sequence[T]
+    _to: Send
+    _positions: Positions
+    _wait: Callable[[float], bool]
+    _say: Callable[[str], None]
+    _spans: Spans = field(init=False, default_factory=Spans)
+    sent: int = field(init=False, default=0)
 
     def run(self) -> None:
         """Send spans until ``wait`` returns True. Raises LogError, OSError, the errors of a replay."""
@@ -138,21 +132,14 @@ class Follower(_SpanSender[Source]):
         return any_new
 
 
+@dataclass(eq=False)
 class ShadowFollower(_SpanSender[ShadowReplay]):
     """Follower of logs with replays: a message waits until its cause is known, GRACE_S at most."""
 
-    def __init__(
-        self,
-        logs: Sequence[ShadowReplay],
-        to: Send,
-        positions: Positions,
-        wait: Callable[[float], bool],
-        say: Callable[[str], None],
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(logs, to, positions, wait, say)
-        self._by_name = {log.instance: log for log in logs}
-        self._clock_s = clock_s
+    clock_s: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._by_name = {log.instance: log for log in self._logs}
         self._spans = Spans(self)
         self._waiting: list[tuple[float, Executed]] = []  # (waiting since, message)
 
@@ -176,7 +163,7 @@ class ShadowFollower(_SpanSender[ShadowReplay]):
                 log.stop()
 
     def _round(self) -> bool:
-        now_s = self._clock_s()
+        now_s = self.clock_s()
         for log in self._logs:
             self._waiting += [(now_s, message) for message in log.take()]
         self._waiting.sort(key=lambda one: one[1].time_ns)
