@@ -166,7 +166,6 @@ def verify_section(
     plan = ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=last_sequence_id)
     if end is not None:
         plan = ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=end.sequence_id, last_version=end.version)
-    if end is not None:
         refuse_pickle(source, [end.checkpoint_id])
     with tempfile.TemporaryDirectory(prefix="immortal-verify-") as folder:
         blob = Path(folder) / "replayed"
