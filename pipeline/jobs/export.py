@@ -27,7 +27,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
-from immortal.coordinator.config import write_atomically
 from immortal.pipeline.decode import Values, binaries, decode_headers, decode_trailers, verify_checks
 from immortal.pipeline.errors import PipelineError, SourceError
 from immortal.pipeline.jobs.evidence import EVIDENCE, MARK, evidence_of_values
@@ -48,7 +47,7 @@ from immortal.pipeline.reading import Gap, LogRange, close_shared, read_range, w
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, split
 from immortal.pipeline.tables import OUTPUTS
 from immortal.protocol.checksum import crc64
-from immortal.protocol.files import FILE_MODE, make_folder, restrict_mode
+from immortal.protocol.files import FILE_MODE, make_folder, opener, restrict_mode, sync_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -268,8 +267,15 @@ def _make_folder(folder: Path, tables: list[str]) -> None:
 
 
 def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    text = json.dumps(state, indent=1, ensure_ascii=False)
-    write_atomically(folder / EXPORT_FILE_NAME, f"{text}\n".encode())
+    """Write all of the state or nothing, also if the machine stops."""
+    path = folder / EXPORT_FILE_NAME
+    temporary = path.with_name(f"{path.name}.new")
+    with open(temporary, "w", opener=opener) as file:
+        file.write(json.dumps(state, indent=1, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(folder)
 
 
 @contextmanager
