@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -30,7 +29,6 @@ from immortal.protocol.files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from rich.status import Status
 
     from immortal.pipeline.jobs.sources import Fleet, Unreadable
 
@@ -41,6 +39,7 @@ FOUND = 3
 UNREADABLE = 4
 """Exit status of a job that found nothing, but could not read some logs."""
 _UNREADABLE_SHOWN_MAX = 20
+_UPDATES_PER_SECOND = 2.0
 
 _PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib", "jinja2")
 _SPARKS_OWN = ("pyspark", "py4j")
@@ -126,7 +125,7 @@ def _open(paths: list[str], run: Run) -> Fleet:
 
 
 @contextmanager
-def _spark(run: Run, name: str) -> Iterator[tuple[SparkSession, Progress]]:
+def _spark(run: Run, name: str, step: str) -> Iterator[tuple[SparkSession, Progress]]:
     """Open a session for one job. Its JVM ends with it, unless the session existed before."""
     from pyspark.sql import SparkSession
 
@@ -137,6 +136,7 @@ def _spark(run: Run, name: str) -> Iterator[tuple[SparkSession, Progress]]:
         spark = session(run.master, f"immortal pipeline {name}", **run.settings)
         try:
             shown.watch(spark)
+            shown.say(step)
             yield spark, shown
         finally:
             if not was_running:
@@ -169,7 +169,7 @@ def export(paths: list[str], folder: Path, tables: str | None, run: Run) -> None
 
     names = [name.strip() for name in tables.split(",")] if tables is not None else None
     job.prepare(fleet, folder, names)
-    with _spark(run, "export") as (spark, shown):
+    with _spark(run, "export", "exporting") as (spark, shown):
         report = job.export(spark, fleet, folder, names, shown.say)
     _finish(run, asdict(report), export_lines(report, folder), report.unreadable)
 
@@ -195,8 +195,7 @@ def audit(paths: list[str], tolerance_ms: int, streams: bool, limit: int, run: R
     from immortal.pipeline.jobs import audit as job
     from immortal.pipeline.report.text import audit_lines
 
-    with _spark(run, "audit") as (spark, shown):
-        shown.say("auditing")
+    with _spark(run, "audit", "auditing") as (spark, _):
         report = job.audit(spark, fleet, tolerance_ms=tolerance_ms)
     lines = audit_lines(report, limit, all_streams=streams)
     _finish(run, report.to_json(limit), lines, report.unreadable, found=report.violation_count)
@@ -215,8 +214,7 @@ def verify(paths: list[str], limit: int, run: Run) -> None:
     from immortal.pipeline.jobs import verify as job
     from immortal.pipeline.report.text import verify_lines
 
-    with _spark(run, "verify") as (spark, shown):
-        shown.say("verifying")
+    with _spark(run, "verify", "verifying") as (spark, _):
         report = job.verify(spark, fleet)
     lines = verify_lines(report, limit)
     _finish(run, report.to_json(limit), lines, report.unreadable, found=report.problem_count)
@@ -236,8 +234,7 @@ def stats(paths: list[str], decode: str | None, page: Path | None, top: int, run
     from immortal.pipeline.jobs import stats as job
     from immortal.pipeline.report.text import stats_lines
 
-    with _spark(run, "stats") as (spark, shown):
-        shown.say("counting")
+    with _spark(run, "stats", "counting") as (spark, _):
         found = job.stats(spark, fleet, decode=decode)
     if page is not None:
         from immortal.pipeline.report.pages import stats_page
@@ -289,8 +286,7 @@ def trace(
     from immortal.pipeline.report.pages import trace_dot, trace_lines, trace_svg
 
     job.check_instance(fleet, instance)
-    with _spark(run, "trace") as (spark, shown):
-        shown.say("following")
+    with _spark(run, "trace", "following") as (spark, _):
         found = job.trace(
             spark,
             fleet,
@@ -367,8 +363,7 @@ def what_if(
     options = [*(["--old-app", old_app] if old_app else []), *(["--upgrade"] if upgrade else [])]
     options += ["--trust-pickle"] if trust_pickle else []
     chosen, unreadable = job.choose_apps(Path(folder), apps, code, strict=run.strict)
-    with _spark(run, "what-if") as (spark, shown):
-        shown.say("replaying")
+    with _spark(run, "what-if", "replaying") as (spark, _):
         result = job.what_if(
             spark, Path(folder), chosen, code=code, options=options, timeout_s=timeout_s, strict=run.strict
         )
@@ -385,7 +380,6 @@ def _finish(
     found: int = 0,
     status: int | None = None,
 ) -> NoReturn:
-    """Print the results of a job, and end with its status."""
     if run.as_json:
         echo_json(values)
     else:
@@ -401,63 +395,42 @@ def _finish(
 # Progress of Spark's jobs on stderr; nothing is shown if stderr is no terminal.
 
 
-_UPDATE_INTERVAL_S = 0.5
-
-
 class Progress:
     """Status line: the step that ``say`` named, and how many of Spark's tasks are done."""
 
-    def __init__(self, status: Status | None) -> None:
-        self._status = status
+    def __init__(self) -> None:
         self._step = "starting Spark"
         self._spark: SparkSession | None = None
 
     def say(self, step: str) -> None:
         self._step = step
-        self.update()
 
     def watch(self, spark: SparkSession) -> None:
         self._spark = spark
 
-    def update(self) -> None:
-        if self._status is not None:
-            self._status.update(f"{self._step}{self._tasks()}")
-
-    def _tasks(self) -> str:
+    def __rich__(self) -> str:
+        """Return the line as it is now: rich asks again and again."""
         if self._spark is None:
-            return ""
+            return self._step
         try:
             tracker = self._spark.sparkContext.statusTracker()
             stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
         except Exception:  # Spark is stopping, or runs elsewhere; the count is only decoration
-            return ""
+            return self._step
         known = [stage for stage in stages if stage is not None]
         done, total = sum(stage.numCompletedTasks for stage in known), sum(stage.numTasks for stage in known)
-        return f": {done} of {total} tasks" if total else ""
+        return f"{self._step}: {done} of {total} tasks" if total else self._step
 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    if not sys.stderr.isatty():
-        yield Progress(None)
-        return
-    from rich.console import Console
+    shown = Progress()
+    with ExitStack() as stack:
+        if sys.stderr.isatty():
+            from rich.console import Console
 
-    with Console(stderr=True).status("starting Spark") as status:
-        shown = Progress(status)
-        done = threading.Event()
-
-        def tick() -> None:
-            while not done.wait(_UPDATE_INTERVAL_S):
-                shown.update()
-
-        thread = threading.Thread(target=tick, name="progress", daemon=True)
-        thread.start()
-        try:
-            yield shown
-        finally:
-            done.set()
-            thread.join()
+            stack.enter_context(Console(stderr=True).status(shown, refresh_per_second=_UPDATES_PER_SECOND))
+        yield shown
 
 
 if __name__ == "__main__":

@@ -408,7 +408,6 @@ def message_starts(data: Bytes, raw: bytes, at: Longs, end: Longs) -> tuple[Long
 
 
 def _walk(data: bytes, offset: int, end: int) -> tuple[list[int], bool]:
-    """Find the messages of one range, as :func:`message_starts`."""
     starts = []
     while offset < end:
         starts.append(offset)

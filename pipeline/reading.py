@@ -360,16 +360,12 @@ def _contiguous(values: Values) -> Iterator[Values]:
 # Estimates from a few reads of a log: the record at a moment.
 
 
-def first_at(wanted: LogRange, time_ns: int) -> int:
-    """Return the range's first record at or after a time, as `record_contents.first_record_at`."""
-    return first_record_at(open_range(wanted), time_ns, wanted.first, wanted.end)
-
-
 def within_time(wanted: LogRange, first_ns: int, last_ns: int) -> LogRange:
     """Leave out the records before ``first_ns``, and those after ``last_ns``, in ns since the Unix epoch."""
     if (first_ns, last_ns) == (0, NO_LIMIT):
         return wanted
-    wanted = wanted.part(wanted.first, open_range(wanted).ends()[1] + 1)
-    first = first_at(wanted, first_ns) if first_ns else wanted.first
-    end = first_at(wanted, last_ns + 1) if last_ns != NO_LIMIT else wanted.end
-    return wanted.part(first, end)
+    log = open_range(wanted)
+    first, end = wanted.first, min(wanted.end, log.ends()[1] + 1)
+    begin = first_record_at(log, first_ns, first, end) if first_ns else first
+    stop = first_record_at(log, last_ns + 1, first, end) if last_ns != NO_LIMIT else end
+    return wanted.part(begin, stop)

@@ -242,7 +242,6 @@ class TableReader:
         return columns, record
 
     def _decoded(self, values: Values, messages: Messages) -> Columns:
-        """Return the columns that the option decode fills."""
         decoder = self.arguments
         names = {"method", "arguments_json", "reason"} if decoder is not None else {"method", "arguments_json"}
         if decoder is None or not names & set(self.schema.names):

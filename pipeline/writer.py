@@ -305,25 +305,22 @@ def _batches(rows: Sequence[Row], instance: str) -> Iterator[tuple[BatchSource, 
 
     for (kind, source, _, _), group in itertools.groupby(enumerate(rows), origin):
         members = [row for _, row in group]
+        first = members[0]
         batch_kind = BatchKind(KIND_NAMES.index(str(kind)))
         named = batch_kind in (BatchKind.STREAM, BatchKind.CLIENT) and source != instance
         name = str(source) if named else ""
         if batch_kind == BatchKind.INITIAL:
             if len(members) != 1:
                 raise SourceError(f"record {members[0]['sequence_id']} has {len(members)} initial messages")
-            payload = encode_message(MessageType.INITIAL_MESSAGE, _initial(members[0]))
+            content = bytes(first["arguments"]) if first["method_id"] is None else _rpc(first)
+            payload = encode_message(MessageType.INITIAL_MESSAGE, content)
             front = b""
         else:
             payload = b"".join(map(_rpc, members))
             front = encode_batch(payload, len(members))
-        first = members[0]
         yield BatchSource(batch_kind, name, first["position"], len(members), first["sent_ns"]), front + payload
 
 
 def _rpc(row: Row) -> bytes:
     rpc_type, kind = RPC_TYPE_NAMES.index(row["rpc_type"]), RPC_KIND_NAMES.index(row["rpc_kind"])
     return encode_incoming_rpc(row["method_id"], rpc_type, row["arguments"], kind)
-
-
-def _initial(row: Row) -> bytes:
-    return bytes(row["arguments"]) if row["method_id"] is None else _rpc(row)

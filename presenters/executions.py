@@ -72,16 +72,13 @@ def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> 
 
 def _get(index: ExecutionIndex, name: str, key: int) -> Execution:
     if (found := index.get(key)) is None:
+        record = id_of(key).partition(":")[0]
+        hint = "" if key > 0 else f", 'immortal log show {name} --from {record} --to {record}' shows the record"
         raise ExecutionsError(
             f"{name!r} has no execution {id_of(key)}: it is older than what is kept, or there never was one;"
-            f" 'immortal executions {name}' lists them{_record_hint(name, key)}"
+            f" 'immortal executions {name}' lists them{hint}"
         )
     return found
-
-
-def _record_hint(name: str, key: int) -> str:
-    record = id_of(key).partition(":")[0]
-    return "" if key > 0 else f", 'immortal log show {name} --from {record} --to {record}' shows the record"
 
 
 def execution_states(sessions: Sessions, name: str, one: Execution) -> Values:
@@ -193,7 +190,6 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
 
 
 def _linked(child: Values) -> str:
-    """Return the text of a caller or a child in another execution's timeline."""
     one: Execution = child["execution"]
     return f"{child['instance']} {one.id}: {one.call} {one.state} ('immortal executions {child['instance']} {one.id}')"
 

@@ -83,8 +83,6 @@ def _messages(content: bytes, methods: Methods) -> Iterator[dict[str, Any]]:
     for message_type, start, end in decode_messages(content):
         if message_type == MessageType.RECORD_TIME:
             yield {"type": "RECORD_TIME", "time_ns": decode_record_time(content, start, end)}
-        elif message_type == MessageType.RPC:
-            yield _rpc(content, start, end, methods)
         elif message_type in (MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_RPC_BATCH):
             (batch,) = batches(content[offset:end])
             for inner_type, inner_start, inner_end in decode_messages(batch.payload):
@@ -161,7 +159,6 @@ def _parts(rpc: IncomingRpc, values: list[Any]) -> dict[str, Any]:
 
 
 def _shown(data: bytes) -> str:
-    """Return the bytes as a Python literal without quotes, shortened."""
     if len(data) <= ARGUMENTS_SHOWN_BYTES_MAX:
         return repr(data)[2:-1]
     return f"{repr(data[:ARGUMENTS_SHOWN_BYTES_MAX])[2:-1]}..."
@@ -294,26 +291,13 @@ def _type(rpc: IncomingRpc) -> str:
 
 def _by_position(rpc: IncomingRpc) -> dict[str, Any]:
     caller = waiting_caller(rpc)
-    values = _values(rpc)
     front = {} if caller is None else {"$caller": caller[0], "$call": caller[1]}
     try:
-        arguments = (
-            decoding.load_json(msgspec.json.encode(values[len(front) :], enc_hook=show_custom))
-            if values is not None
-            else None
-        )
+        values = decoding.decode_shown(rpc.arguments, type=list[Any])
+        arguments = decoding.load_json(msgspec.json.encode(values[len(front) :], enc_hook=show_custom))
     except (ValueError, TypeError, RecursionError):
-        arguments = None  # such as a map whose keys are arrays
+        arguments = None  # no array, or such as a map whose keys are arrays
     return {**front, **({"bytes": _hex(rpc.arguments)} if arguments is None else {"arguments": arguments})}
-
-
-def _values(rpc: IncomingRpc) -> list[Any] | None:
-    """Decode the arguments from MessagePack; None if they are not an array."""
-    try:
-        values: list[Any] = decoding.decode_shown(rpc.arguments, type=list[Any])
-    except decoding.DecodeError:
-        return None
-    return values
 
 
 def _hex(data: bytes) -> str:

@@ -87,7 +87,6 @@ def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, An
 
 
 def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
-    """Return the fields of an upgrade that is requested, or has failed."""
     mark = upgrade_mark.read(settings.folder)
     if mark is None:
         return {}
@@ -140,7 +139,6 @@ def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _failures(summary: LogSummary) -> dict[str, Any]:
-    """Return the status fields of failed messages, as far as the log has them."""
     row: dict[str, Any] = {}
     if summary.verdicts:
         row["verdicts"] = dict(Counter(one.kind.name.lower() for one in summary.verdicts))
@@ -153,40 +151,38 @@ def _failures(summary: LogSummary) -> dict[str, Any]:
 
 def problems(row: dict[str, Any]) -> list[str]:
     """Return texts of an instance's problems, each with its name and, if one is known, a remedy."""
-    found = [f"{row['name']}: {problem}" for problem in row.get("problems", ())]
+    name, outputs = row["name"], row.get("outputs", {})
+    found = [f"{name}: {problem}" for problem in (*row.get("problems", ()), *_problems(row, name), *_failed(row))]
+    found += [f"{name} to {to}: {one['error']}" for to, one in outputs.items() if one.get("error")]
+    return found + ([f"{name}: {row['error']}"] if "error" in row else [])
+
+
+def _problems(row: dict[str, Any], name: str) -> Iterator[str]:
     if row.get("held_up_for"):
         limits = "peer_buffer_mib_max and spill_limit_mb"
-        found.append(
-            f"{row['name']}: its app is held up: too much waits for {', '.join(row['held_up_for'])} ({limits})"
-        )
+        yield f"its app is held up: too much waits for {', '.join(row['held_up_for'])} ({limits})"
     if paused := row.get("paused"):
-        by = f"paused by {paused['by']} since {time_text(paused['since_ns'])}"
-        found.append(f"{row['name']}: {by}; what comes in is logged, and waits ('immortal resume {row['name']}')")
-    for one in row.get("multicasts", ()):
-        found.append(f"{row['name']}: {format_waits(one)}")
+        yield f"paused by {_by_and_since(paused)}; what comes in is logged, and waits ('immortal resume {name}')"
+    yield from map(format_waits, row.get("multicasts", ()))
     if unsaved := format_unsaved(row):
-        found.append(f"{row['name']}: {unsaved}")
+        yield unsaved
     if (row.get("log") or {}).get("full"):
-        found.append(f"{row['name']}: no input is taken from peers, and no impulses: {row['log']['full']}")
+        yield f"no input is taken from peers, and no impulses: {row['log']['full']}"
     if row.get("log_silent_s") is not None:
-        found.append(f"{row['name']}: the log does not answer since {age_text(row['log_silent_s'])} ago, trying again")
+        yield f"the log does not answer since {age_text(row['log_silent_s'])} ago, trying again"
     clock = row.get("clock") or {}
     if clock.get("ahead_s"):
-        found.append(f"{row['name']}: {clock_problem(clock)} ('immortal clock {row['name']}')")
+        yield f"{clock_problem(clock)} ('immortal clock {name}')"
     brought = row.get("app_version")
     if brought not in (None, row.get("version")) and row.get("upgrade_to") is None and row.get("version") is not None:
-        found.append(
-            f"{row['name']}: version {row['version']} runs, and its class is of version {brought}: 'immortal up"
-            f" --upgrade' in a project, or 'immortal upgrade {row['name']} --to {brought}' and a restart, upgrade it"
+        yield (
+            f"version {row['version']} runs, and its class is of version {brought}: 'immortal up --upgrade' in a"
+            f" project, or 'immortal upgrade {name} --to {brought}' and a restart, upgrade it"
         )
     if row.get("upgrade_problem"):
         failed = f"the upgrade to version {row['upgrade_to']} failed: {row['upgrade_problem']}"
-        found.append(f"{row['name']}: {failed} ('immortal upgrade {row['name']} --cancel' forgets it)")
-    found += [f"{row['name']}: {said}" for said in (*row.get("key_reminders", ()), *_failed(row))]
-    found += [
-        f"{row['name']} to {to}: {one['error']}" for to, one in row.get("outputs", {}).items() if one.get("error")
-    ]
-    return found + ([f"{row['name']}: {row['error']}"] if "error" in row else [])
+        yield f"{failed} ('immortal upgrade {name} --cancel' forgets it)"
+    yield from row.get("key_reminders", ())
 
 
 def format_unsaved(row: dict[str, Any]) -> str:
@@ -275,7 +271,6 @@ def _by_and_since(paused: Values) -> str:
 
 
 def _keys(folder: Path) -> dict[str, Any]:
-    """Return reminders about the keys of an instance or a client, such as an expiry."""
     if not (folder / PUBLIC_KEYS_FILE_NAME).exists():
         return {}
     from immortal.coordinator.peers import keys  # needs ZeroMQ, whose loading takes long

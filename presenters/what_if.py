@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from immortal.coordinator.core.formatting import CallText, Methods, format_call,
 from immortal.coordinator.log.record_contents import message_at, record_of
 from immortal.protocol.command_line import counted, table_lines
 from immortal.protocol.safe_output import printable_lines
-from immortal.replay import AppCommand, RecordSource, ReplayError, ReplayResult
+from immortal.replay import AppCommand, RecordSource, ReplayError
 from immortal.replay.app_process import Code, code_values, diff_states, unanswered
 from immortal.replay.comparison import Key, Kind, Side
 from immortal.replay.findings import Finding
@@ -39,38 +40,25 @@ TRACEBACK_LINES_MAX = 8
 VALUE_SIZE_MAX = 60  # characters shown of a value in the state
 
 
-_FATE_WORDS = {
-    MessageOutcome.WORKS: "would not fail",
-    MessageOutcome.FAILS: "would fail",
-    MessageOutcome.DIFFERS: "would fail in another way",
-}
-
-
 _WAITING = ("$waiting", "$queued")  # handlers, in a state
 
 
+@dataclass(eq=False)
 class Report:
     """Report on a what-if. ``blob_paths``: files of the states at the end. ``reader``: the log, for the inputs shown.
     ``at_least``: number of messages that must have been compared for the verdict "no difference".
     """
 
-    def __init__(
-        self,
-        name: str,
-        apps: Mapping[Side, AppCommand],
-        outcome: WhatIf,
-        reader: RecordSource,
-        limit: int,
-        blob_paths: Mapping[Side, Path],
-        *,
-        at_least: int = 0,
-    ) -> None:
-        self._at_least = at_least
-        self._name = name
-        self._apps = apps
-        self._outcome = outcome
-        self._reader = reader
-        self._limit = limit
+    _name: str
+    _apps: Mapping[Side, AppCommand]
+    _outcome: WhatIf
+    _reader: RecordSource
+    _limit: int
+    _blob_paths: Mapping[Side, Path]
+    at_least: int = 0
+
+    def __post_init__(self) -> None:
+        outcome, blob_paths = self._outcome, self._blob_paths
         self.state_problem: str | None = None
         self.state: list[Values] = []
         self.unanswered: list[Values] = []
@@ -92,16 +80,12 @@ class Report:
             return DIFFERENT
         if outcome.findings.total or outcome.fates or self.state:
             return DIFFERENT
-        return SAME if self.state_problem is None and not self._is_too_little else FAILED
+        return SAME if self.state_problem is None and self._most("messages") >= self.at_least else FAILED
 
     @property
     def _end_differs(self) -> bool:
         ends = [(error.sequence_id, error.exit_status) for error in self._outcome.ends.values()]
         return len(ends) == 1 or len(set(ends)) > 1
-
-    @property
-    def _is_too_little(self) -> bool:
-        return self._most("messages") < self._at_least
 
     @property
     def warnings(self) -> list[str]:
@@ -116,18 +100,17 @@ class Report:
         if old == new:
             return []
         if any(result.description is None for result in results.values()):  # no SDK app: its state is bytes
-            return [{"path": "", **{side.value: _blob_text(results[side]) for side in Side}}]
-        old_path, new_path = blob_paths[Side.OLD], blob_paths[Side.NEW]
-        old_code, new_code = (self._apps[side].code for side in Side)
-        return diff_states(
-            self._class(Side.OLD),
-            old_path,
-            self._class(Side.NEW),
-            new_path,
-            limit=self._limit + 1,
-            old_code=old_code,
-            new_code=new_code,
+            found: Values = {"path": ""}
+            for side in Side:
+                found[side.value] = (
+                    f"{results[side].blob_size_bytes} bytes with CRC {results[side].blob_check or 0:016x}"
+                )
+            return [found]
+        (old_class, old_path, old_code), (new_class, new_path, new_code) = (
+            (self._class(side), blob_paths[side], self._apps[side].code) for side in Side
         )
+        limit = self._limit + 1
+        return diff_states(old_class, old_path, new_class, new_path, limit=limit, old_code=old_code, new_code=new_code)
 
     def _unanswered(self, blob_path: Path) -> list[Values]:
         """Return the new code's handlers that wait for answers which the log lacks; none if the states are equal."""
@@ -137,7 +120,7 @@ class Report:
 
     @cached_property
     def not_worked_out(self) -> list[Unknown]:
-        return not_worked_out(self._name, self._outcome, len(self.unanswered))
+        return list(not_worked_out(self._name, self._outcome, len(self.unanswered)))
 
     @property
     def _state_is_known(self) -> bool:
@@ -356,14 +339,10 @@ class Report:
         calls = "a call" if fates.count == 1 else f"{fates.count:,} calls"
         made = self._input(first.key[:2])
         where = f"{'' if fates.count == 1 else 'the first is '}{place_in_words(first)}{f': {made}' if made else ''}"
-        failed = "" if fates.then is None else format_failure(fates.then)
-        fails = "" if fates.now is None else format_failure(fates.now)
-        if fates.fate is MessageOutcome.WORKS:
-            yield f"{calls} of {method} would not fail: {where}; was {failed}"
-        elif fates.fate is MessageOutcome.FAILS:
-            yield f"{calls} of {method} would fail that did not: {where}; would be {fails}"
-        else:
-            yield f"{calls} of {method} would fail in another way: {where}; was {failed}; would be {fails}"
+        what = "would fail that did not" if fates.fate is MessageOutcome.FAILS else fates.fate.would_be
+        was = "" if fates.then is None else f"; was {format_failure(fates.then)}"
+        would_be = "" if fates.now is None else f"; would be {format_failure(fates.now)}"
+        yield f"{calls} of {method} {what}: {where}{was}{would_be}"
         if fates.now is not None:
             yield from printable_lines(fates.now.trace.rstrip("\n"), indent="    ")[-TRACEBACK_LINES_MAX:]
 
@@ -437,7 +416,7 @@ class Report:
         counts = dict.fromkeys(MessageOutcome, 0)
         for fates in self._outcome.fates:
             counts[fates.fate] += fates.count
-        said = [f"{count:,} {_FATE_WORDS[fate]}" for fate, count in counts.items() if count]
+        said = [f"{count:,} {fate.would_be}" for fate, count in counts.items() if count]
         return f"; of the calls that came in {', '.join(said)}" if said else ""
 
     def _calls_verdict(self) -> str:
@@ -451,7 +430,7 @@ class Report:
             state = "the states can't be compared" if self.state_problem else "so is the state"
             return f"different: what fails; all {outcome.equal_count:,} calls made are the same, {state}"
         if self.exit_status == FAILED and self.state_problem is None:
-            return too_little_text(self._most("messages"), self._at_least)
+            return too_little_text(self._most("messages"), self.at_least)
         if not findings.total and not self.state and self._end_differs and not self.state_problem:
             return f"all {outcome.equal_count:,} calls are the same, and so is the state"
         if not findings.total and not self.state:
@@ -467,12 +446,7 @@ class Report:
         return "with the log's inputs the state is the same" if self._state_is_known else "the state is not known"
 
 
-def _blob_text(result: ReplayResult) -> str:
-    return f"{result.blob_size_bytes} bytes with CRC {result.blob_check or 0:016x}"
-
-
 def _value_text(difference: Values, side: Side) -> str:
-    """Return a value of the state as text, shortened; "absent" if that side has none."""
     if side.value not in difference:
         return "absent"
     path, value = difference["path"], difference[side.value]

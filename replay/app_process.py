@@ -219,14 +219,14 @@ class AppCommand(Struct, frozen=True):
         return not self.argv
 
 
-def code_environment(code: Path | None, notes: Path | str = os.devnull) -> dict[str, str]:
+def code_environment(code: Path | None) -> dict[str, str]:
     """Return the environment of a process with user code (:mod:`immortal.appsdk.running.user_modules`), ``code`` first.
 
     Raises ReplayError if ``code`` is neither a folder nor a wheel.
     """
     if code is not None and not (code.is_dir() or (code.is_file() and code.suffix in (".whl", ".zip"))):
         raise ReplayError(f"{code} is neither a folder nor a wheel: one with the module of the class was expected")
-    return {"IMMORTAL_CODE": "" if code is None else str(code.absolute()), NOTES_VARIABLE: str(notes)}
+    return {"IMMORTAL_CODE": "" if code is None else str(code.absolute()), NOTES_VARIABLE: os.devnull}
 
 
 # The app that replays a part of a log if the user names none.
@@ -329,8 +329,7 @@ def show_state(app: str, blob: Path, code: Path | None = None) -> dict[str, Any]
 
     ``code``: folder or wheel with its modules, see :class:`AppCommand`. Raises ReplayError.
     """
-    shown: dict[str, Any] = _inspect("show", app, str(blob), code=code)
-    return shown
+    return dict(_inspect("show", app, str(blob), code=code))
 
 
 def diff_states(
@@ -356,10 +355,8 @@ def diff_states(
         for app, blob, code in ((old_app, old, old_code), (new_app, new, new_code)):
             shown.append(blob.with_name(f"{blob.name}.json"))
             shown[-1].write_text(json.dumps(_inspect("show", app, str(blob), code=code)))
-        found: list[dict[str, Any]] = _inspect("diff-shown", *map(str, shown), "--limit", str(limit))
-        return found
-    differences: list[dict[str, Any]] = _inspect("diff", old_app, str(old), new_app, str(new), "--limit", str(limit))
-    return differences
+        return list(_inspect("diff-shown", *map(str, shown), "--limit", str(limit)))
+    return list(_inspect("diff", old_app, str(old), new_app, str(new), "--limit", str(limit)))
 
 
 def write_rows(app: str, blob: Path, out: Path, code: Path | None = None) -> None:
@@ -377,8 +374,7 @@ def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str,
     """Return answers that handlers wait for at the end of a what-if and that the log lacks: [{"handler",
     "arguments", "waits_for"}]. Raises ReplayError.
     """
-    found: list[dict[str, Any]] = _inspect("unanswered", app, str(blob), code=code)
-    return found
+    return list(_inspect("unanswered", app, str(blob), code=code))
 
 
 def _inspect(*arguments: str, what: str = "the state", code: Path | None = None) -> Any:

@@ -1,10 +1,10 @@
-"""Comparison of two runs over the same inputs: which of their outputs differ. A state machine without I/O.
+"""Comparison of two runs over the same inputs: which of their outputs differ.
 
 Outputs arrive from both sides in batches, in any interleaving. Each destination's outputs are aligned by their keys: if
 both sides have messages of one key, these are compared in order. A key is the input that caused a message
 ((sequence ID, message index)), or, for apps that do not report it, the message's own place ((position, 0)). Keys never
 decrease within a stream. Messages are equal if their bytes are. Compared messages are dropped at once; messages that
-only one side has so far wait in a queue that the caller creates.
+only one side has so far wait in a queue.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from difflib import SequenceMatcher
 from enum import Enum
 from itertools import groupby
-from typing import IO, NamedTuple, Protocol
+from typing import IO, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
@@ -30,6 +30,7 @@ WINDOW_MESSAGES_MAX = 64  # of one key, compared together: an alignment costs up
 WINDOW_SIZE_BYTES_MAX = 1 << 20
 SINGLE_MESSAGES = 16  # messages compared singly after a difference, before whole batches are tried again
 KEY_SIZE_BYTES = 100  # approximate memory of a key
+MEMORY_BYTES_MAX = 64 << 20
 
 Key = tuple[int, int]
 
@@ -74,16 +75,6 @@ class Outputs(Struct, frozen=True):
     def size_bytes(self) -> int:
         """Approximate size in memory."""
         return len(self.payload) + KEY_SIZE_BYTES * len(self.keys)
-
-
-class OutputsQueue(Protocol):
-    """Queue of outputs, first in, first out. A deque has all that it needs."""
-
-    def append(self, batch: Outputs, /) -> None: ...
-
-    def popleft(self) -> Outputs: ...
-
-    def __len__(self) -> int: ...
 
 
 _SIZE = struct.Struct("<Q")
@@ -147,24 +138,19 @@ class SpillingQueue:
         return len(self._memory) + self._file_count
 
 
-def _memory_queue() -> OutputsQueue:
-    return deque[Outputs]()
-
-
 class Comparison:
     """Comparison of two sides: :meth:`add` their outputs, then :meth:`finish` each. ``report`` gets each difference.
 
-    ``equal_count`` is the number of messages that are equal on both sides.
+    ``equal_count`` is the number of messages that are equal on both sides. ``memory_bytes_max``: of
+    waiting outputs, all streams together; more spills to disk.
     """
 
-    def __init__(
-        self, report: Callable[[Difference], None], make_queue: Callable[[], OutputsQueue] = _memory_queue
-    ) -> None:
+    def __init__(self, report: Callable[[Difference], None], memory_bytes_max: int = MEMORY_BYTES_MAX) -> None:
         self.equal_count = 0
         self.pending_size_bytes = dict.fromkeys(Side, 0)
         """Approximate memory of the outputs that only one side has so far, by side."""
         self._report = report
-        self._make_queue = make_queue
+        self._budget = MemoryBudget(memory_bytes_max)
         self._streams: dict[str, dict[Side, _Stream]] = {}
         self._ends: dict[Side, _End] = {}
 
@@ -174,7 +160,7 @@ class Comparison:
             return
         streams = self._streams.get(destination)
         if streams is None:
-            streams = self._streams[destination] = {each: _Stream(self._make_queue()) for each in Side}
+            streams = self._streams[destination] = {each: _Stream(SpillingQueue(self._budget)) for each in Side}
         streams[side].append(batch)
         self.pending_size_bytes[side] += batch.size_bytes
         self._advance(destination, streams)
@@ -188,7 +174,6 @@ class Comparison:
             self._advance(destination, streams)
 
     def _advance(self, destination: str, streams: dict[Side, _Stream]) -> None:
-        """Compare the messages that both sides have so far."""
         size_bytes = {side: stream.size_bytes for side, stream in streams.items()}
         old, new = streams[Side.OLD], streams[Side.NEW]
         singles = 0
@@ -265,7 +250,7 @@ class _End(Struct, frozen=True):
 class _Stream(Struct):
     """Messages of one side to one destination that are not compared yet."""
 
-    queue: OutputsQueue
+    queue: SpillingQueue
     size_bytes: int = 0
     batch: Outputs = Outputs([], b"")  # the first one, read up to ``index`` and ``offset``
     index: int = 0

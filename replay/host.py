@@ -8,11 +8,12 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from msgspec import structs
 
@@ -248,37 +249,27 @@ def _died(process: AppProcess, app: AppCommand) -> AppExitedError:
     )
 
 
+@dataclass(eq=False)
 class _Host:
-    """Runner of one replay, from the app's connection to its end."""
+    _source: RecordSource
+    _summary: LogSummary
+    _route: Route
+    _app: AppCommand
+    _process: AppProcess | None
+    _connection: AppConnection
+    _said: bytes  # received from the app so far
+    _sink: Sink
+    _blob_file: BinaryIO | None
+    _numbers: Callable[[int], Sequence[bytes] | None] | None
+    _tells: Tells
 
-    def __init__(
-        self,
-        source: RecordSource,
-        summary: LogSummary,
-        route: Route,
-        app: AppCommand,
-        process: AppProcess | None,
-        connection: AppConnection,
-        said: bytes,  # received from the app so far
-        sink: Sink,
-        blob_file: BinaryIO | None,
-        numbers: Callable[[int], Sequence[bytes] | None] | None,
-        tells: Tells,
-    ) -> None:
-        self._source = source
-        self._route = route
-        self._app = app
-        self._process = process
-        self._connection = connection
-        self._said = said
-        self._sink = sink
-        self._blob_file = blob_file
-        self._numbers = numbers
+    def __post_init__(self) -> None:
+        source, route = self._source, self._route
         self._blob_size_bytes = self._blob_check = 0
         self._session = ReplaySession(
-            source.identity.instance_name, summary, route, tells, rpc_limit_mib=app.rpc_limit_mib
+            source.identity.instance_name, self._summary, route, self._tells, rpc_limit_mib=self._app.rpc_limit_mib
         )
-        self._known_sequence_id = summary.last_sequence_id  # the verdicts up to this record are known
+        self._known_sequence_id = self._summary.last_sequence_id  # the verdicts up to this record are known
         self._blob = source.checkpoint_chunks(route.checkpoint.checkpoint_id)
         self._values: Iterator[bytes] | None = None
         self._unsent_size_bytes = 0
@@ -339,20 +330,16 @@ class _Host:
             if self._unsent_size_bytes >= APP_WINDOW_SIZE_BYTES:
                 break
             if session.wants_blob:
-                self._give_blob()
+                if (chunk := next(self._blob, None)) is None:
+                    session.blob_is_complete()
+                else:
+                    session.give_blob(chunk)
             elif session.wants_records and not waits:
                 waits = not self._give_record()
             else:
                 break
         self._unsent_size_bytes -= self._connection.flush()
         return waits
-
-    def _give_blob(self) -> None:
-        chunk = next(self._blob, None)
-        if chunk is None:
-            self._session.blob_is_complete()
-        else:
-            self._session.give_blob(chunk)
 
     def _give_record(self) -> bool:
         """Give the app the next record; return False if there is none yet, or its numbers are not known yet."""
@@ -447,10 +434,6 @@ class _Host:
 # The ports are free ones, so that a replay never conflicts with the running instance.
 
 
-HOST = "127.0.0.1"
-LOOK_DELAY_S = 0.1
-
-
 def accept_two_ports(
     settings: InstanceSettings,
     ports: tuple[int, int | None] | None,
@@ -464,17 +447,17 @@ def accept_two_ports(
 
     Raises ReplayError if ``stop`` returns True first; AppListenError, RegistryError.
     """
-    port, asked_send_port = ports or (free_port((HOST,), set()), None)
-    send_port = asked_send_port or free_port((HOST,), {port})
-    own = structs.replace(settings, app_host=HOST, app_port=port, app_send_port=send_port, app_socket=None)
+    port, asked_send_port = ports or (free_port((IPV4_LOOPBACK,), set()), None)
+    send_port = asked_send_port or free_port((IPV4_LOOPBACK,), {port})
+    own = structs.replace(settings, app_host=IPV4_LOOPBACK, app_port=port, app_send_port=send_port, app_socket=None)
     does = "it listens" if own.app_send_mode is AppSendMode.LISTEN else "it connects too"
     epoll = stack.enter_context(select.epoll())
     listener = AppListener(own, warnings_on_stderr("replay"), epoll)
     stack.callback(listener.close)
     listener.listen()
-    announce(f"{host_port(HOST, port)}, with its send port {send_port}, where {does}")
+    announce(f"{host_port(IPV4_LOOPBACK, port)}, with its send port {send_port}, where {does}")
     while not stop():
-        connection = listener.process(dict(epoll.poll(LOOK_DELAY_S)), has_app=False)
+        connection = listener.process(dict(epoll.poll(PROGRESS_DELAY_S)), has_app=False)
         if connection is not None:
             return connection
     raise ReplayError("stopped before an app had connected")
@@ -516,9 +499,14 @@ class LocalRun:
         )
         self.session = ReplaySession(source.identity.instance_name, source.summary(), route, tells)
 
+    @property
+    def instance(self) -> Any:
+        return self.app.instance
+
     def restore(self) -> None:
         """Give the app the state of the checkpoint. Raises the app's error, or ReplayError if the app just ends."""
-        self.take_all(self.session.begin())
+        for event in self.session.begin():
+            self.take(event)
         self.listen()
         for chunk in self.source.checkpoint_chunks(self.route.checkpoint.checkpoint_id):
             self.session.give_blob(chunk)
@@ -547,13 +535,10 @@ class LocalRun:
         """Process the app's output. Raises the app's error, except a handler's error, which ends the replay."""
         data = bytes(self.app.output)
         self.app.output.clear()
-        self.take_all(self.session.receive(data))
+        for event in self.session.receive(data):
+            self.take(event)
         if self.app.error is not None and self.ended is None:
             raise self.app.error
-
-    def take_all(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self.take(event)
 
     def take(self, event: Event) -> None:
         self.sink.handle(event)

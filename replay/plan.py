@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -194,6 +194,8 @@ class SharedSource:
             yield piece
 
 
+NO_CHECKPOINT = "the log has no sound checkpoint to begin at: 'immortal log verify' says what is damaged"
+
 OWN_VERSION = 0
 """Value of ``ReplayPlan.upgrade_to``: the version of the app's own class, whatever that is."""
 
@@ -273,6 +275,20 @@ def plan_route(plan: ReplayPlan, source: RecordSource, summary: LogSummary) -> R
     return Route(checkpoint, last, plan.last_message, versions, plan.upgrade_to, notes)
 
 
+def plan_first(checkpoint_ids: Iterable[int], source: RecordSource, summary: LogSummary, plan: ReplayPlan) -> Route:
+    """Plan a route like ``plan`` from the first of these checkpoints that the log allows; notes say why not from those
+    before. Raises ReplayError if there is none."""
+    problems: list[str] = []
+    for checkpoint_id in checkpoint_ids:
+        try:
+            route = plan_route(replace(plan, checkpoint_id=checkpoint_id), source, summary)
+        except ReplayError as error:
+            problems.append(str(error))
+        else:
+            return replace(route, notes=[*route.notes, *problems])
+    raise ReplayError(problems[0] if problems else NO_CHECKPOINT)
+
+
 def _last_sequence_id(plan: ReplayPlan, summary: LogSummary) -> int | None:
     last = plan.last_sequence_id
     if last is None:
@@ -329,10 +345,7 @@ def _newest_checkpoint(
             return header
         notes.append(f"checkpoint {header.checkpoint_id} is left out: {problem}")
     if within or not usable:
-        raise ReplayError(
-            "the log has no sound checkpoint to begin at: 'immortal log verify' says what is damaged"
-            + "".join(f"; {note}" for note in notes)
-        )
+        raise ReplayError(NO_CHECKPOINT + "".join(f"; {note}" for note in notes))
     oldest = usable[0]
     raise ReplayError(
         f"no checkpoint before that record is kept: the oldest one is {oldest.checkpoint_id}, "

@@ -15,7 +15,7 @@ from immortal.coordinator.core.formatting import Methods, format_counted_method
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.command_line import counted
-from immortal.protocol.extensions import AppDescription, HandlerFailure, Origin
+from immortal.protocol.extensions import AppDescription, HandlerFailure
 from immortal.protocol.messages import decode_message
 from immortal.protocol.safe_output import printable, printable_lines
 from immortal.protocol.trailer import Trailer
@@ -38,9 +38,9 @@ class Sink:
     def handle(self, event: Event) -> None:
         """Call the method below that is for this event of a session, if there is one."""
         if isinstance(event, Outputs):
-            self.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
+            self.outputs(event)
         elif isinstance(event, KeptImpulses):
-            self.impulses(event.destination, event.first_position, event.count, event.payload)
+            self.impulses(event)
         elif isinstance(event, NumbersDrawn):
             self.numbers(event.sequence_id, event.data, complete=event.complete)
         elif isinstance(event, VerdictGiven):
@@ -52,17 +52,11 @@ class Sink:
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
         """Receive a record that the app gets. ``value``: record and trailer in the log's form."""
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
-        """Receive ``count`` messages (incoming RPC form, packed) that the app sent to ``destination``.
+    def outputs(self, made: Outputs) -> None:
+        """Receive messages of the app. Positions continue from the checkpoint's; kept impulses take their own."""
 
-        ``destination`` "" is the instance itself. ``origins``: the logged messages that caused them, ``count`` in all;
-        None if the app does not report them. Positions continue from the checkpoint's; kept impulses take their own.
-        """
-
-    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
-        """Receive impulses of the past, with their positions; no replay makes them. ``payload`` b"": not kept."""
+    def impulses(self, kept: KeptImpulses) -> None:
+        """Receive impulses of the past, which no replay makes."""
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
         """Receive random numbers that the app reported: see :class:`immortal.replay.session.NumbersDrawn`."""
@@ -140,10 +134,9 @@ class CountingSink(Sink):
     def __init__(self) -> None:
         self._counts: dict[str, Counter[bytes]] = {}  # by the kind and the encoded method ID
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
-        counts = self._counts.setdefault(destination, Counter())
+    def outputs(self, made: Outputs) -> None:
+        counts = self._counts.setdefault(made.destination, Counter())
+        payload = made.payload
         offset, end = 0, len(payload)
         while offset < end:
             first = payload[offset]
@@ -237,6 +230,11 @@ class MessageOutcome(Enum):
     FAILS = "fails now"  # it did not fail then
     DIFFERS = "fails in another way"
 
+    @property
+    def would_be(self) -> str:
+        """The change as what would be different."""
+        return {"works now": "would not fail", "fails now": "would fail"}.get(self.value, "would fail in another way")
+
 
 class OutcomeChanges(Struct):
     """Group of ``count`` messages of ``method`` with one change. ``then``, ``now``: verdicts on the first of them."""
@@ -269,9 +267,13 @@ def changed_outcomes(
         if after < each.sequence_id and each.key[:2] < before and each.cause not in NOT_OF_CODE
     }
     new = {each.key: each for each in now}
+    return group_outcomes((old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()))
+
+
+def group_outcomes(pairs: Iterable[tuple[Verdict | None, Verdict | None]]) -> list[OutcomeChanges]:
+    """Group (verdict then, verdict now) of messages by method and change, without those whose outcome is the same."""
     groups: dict[tuple[str, MessageOutcome], OutcomeChanges] = {}
-    for key in sorted(old.keys() | new.keys()):
-        was, is_now = old.get(key), new.get(key)
+    for was, is_now in pairs:
         if was is None:
             fate = MessageOutcome.FAILS
         elif is_now is None:

@@ -61,7 +61,10 @@ class Phase(Enum):
 
 
 class Outputs(Struct, frozen=True):
-    """Messages that the app sent; ``origins`` None: it does not report the messages that caused them."""
+    """Messages (incoming RPC form, packed) that the app sent to ``destination``; "" is the instance itself.
+
+    ``origins``: the logged messages that caused them, ``count`` in all; None if the app does not report them.
+    """
 
     destination: str
     first_position: int
@@ -216,7 +219,7 @@ class ReplaySession:
             MessageType.ATTACH_TO: self._attach,
             MessageType.BARRIER: lambda message: (),  # about when calls can leave: in a replay none leaves
             MessageType.APP_DESCRIPTION: self._description,
-            MessageType.TAKE_CHECKPOINT: self._checkpoint_wanted,
+            MessageType.TAKE_CHECKPOINT: lambda message: (),  # the replay asks for one at its end
             MessageType.SNAPSHOT_BEGIN: self._snapshot_message,
             MessageType.SNAPSHOT_CHUNK: self._snapshot_message,
             MessageType.SNAPSHOT_END: self._snapshot_message,
@@ -225,7 +228,7 @@ class ReplaySession:
             MessageType.ORIGINS: self._origins_of_calls,
             MessageType.NUMBERS: self._numbers,
             MessageType.VERDICT: self._verdict,
-            MessageType.HANDLER_FAILED: self._handler_failed,
+            MessageType.HANDLER_FAILED: lambda message: (self._end(decode_handler_failed(message.data)),),
         }
 
     @property
@@ -446,13 +449,6 @@ class ReplaySession:
         if not self._has_verdicts:
             self._out_of_place(message)
         return ()
-
-    def _checkpoint_wanted(self, message: Message) -> Iterable[Event]:
-        """Ignore the request: the replay asks for a checkpoint at its end."""
-        return ()
-
-    def _handler_failed(self, message: Message) -> Iterable[Event]:
-        return (self._end(decode_handler_failed(message.data)),)
 
     def _upgrade_failed(self, message: Message) -> NoReturn:
         raise UpgradeFailedError(f"the upgrade failed: {message.data.decode('utf-8', 'replace')}")

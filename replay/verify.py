@@ -29,6 +29,7 @@ from immortal.protocol.trailer import BatchKind, Trailer, decode_trailer
 from immortal.replay.app_process import DIFFERENCES_MAX, AppCommand, diff_states
 from immortal.replay.host import find_end, run_replay
 from immortal.replay.plan import (
+    NO_CHECKPOINT,
     AppExitedError,
     ReplayError,
     ReplayPlan,
@@ -38,6 +39,7 @@ from immortal.replay.plan import (
     usable_checkpoints,
 )
 from immortal.replay.result import ReplayResult, Sink
+from immortal.replay.session import KeptImpulses, Outputs
 
 MARKS_AHEAD_MAX = 1 << 20  # marks that a stream has not reached yet: a stream with more sends too few messages
 PROVED_RECORDS_MAX = 20_000  # replayed again to prove a state: some tenths of a second
@@ -132,7 +134,7 @@ def verify_sections(
     if not sound:
         if last < summary.last_sequence_id:
             raise ReplayError(f"the log has no sound checkpoint up to record {last} to begin at")
-        raise ReplayError("the log has no sound checkpoint to begin at: 'immortal log verify' says what is damaged")
+        raise ReplayError(NO_CHECKPOINT)
     ends: list[CheckpointHeader | None] = [*sound[1:], None]
     pairs = list(zip(sound, ends, strict=True))
     if checkpoint_id is not None:
@@ -164,7 +166,6 @@ def verify_section(
     plan = ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=last_sequence_id)
     if end is not None:
         plan = ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=end.sequence_id, last_version=end.version)
-    if end is not None:
         refuse_pickle(source, [end.checkpoint_id])
     with tempfile.TemporaryDirectory(prefix="immortal-verify-") as folder:
         blob = Path(folder) / "replayed"
@@ -260,14 +261,13 @@ class CheckingSink(Sink):
         for mark in trailer.outputs:
             self._stream(mark.destination).expect(sequence_id, OutputMark(mark.position, mark.checksum))
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
-        self.counts[destination] = self.counts.get(destination, 0) + count
-        self._stream(destination).made(OutputBatch(first_position, count, payload), origins or ())
+    def outputs(self, made: Outputs) -> None:
+        self.counts[made.destination] = self.counts.get(made.destination, 0) + made.count
+        batch = OutputBatch(made.first_position, made.count, made.payload)
+        self._stream(made.destination).made(batch, made.origins or ())
 
-    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
-        self._stream(destination).passed(OutputBatch(first_position, count, payload))
+    def impulses(self, kept: KeptImpulses) -> None:
+        self._stream(kept.destination).passed(OutputBatch(kept.first_position, kept.count, kept.payload))
 
     def finish(self, marks: Mapping[str, OutputMark] | None, *, all_made: bool) -> None:
         """Compare the ends of all streams with ``marks``, those at the end of the section; None if unknown."""
@@ -308,11 +308,9 @@ class ProvingSink(CheckingSink):
         self._route = route
         self._counting = counting or Sink()
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
-        super().outputs(destination, first_position, count, payload, origins)
-        self._counting.outputs(destination, first_position, count, payload, origins)
+    def outputs(self, made: Outputs) -> None:
+        super().outputs(made)
+        self._counting.outputs(made)
 
     def problem(self, name: str, result: ReplayResult) -> str:
         """Describe where the ended replay of the instance ``name`` left the log; "" if nothing shows that it did."""
@@ -353,7 +351,8 @@ class _CheckedStream:
         self._witness = witness
         self._divergence: Divergence | None = None
         self._unproved: deque[tuple[int, int]] = deque()  # (first position, count) of unproved batches
-        self._made_position = self._proved_position = self._called_position = mark.position if mark else 0
+        self._proved_position = self._called_position = mark.position if mark else 0
+        self.made_position = self._called_position  # of the last message that the replay has made or skipped
         self._is_surplus = False
         self._marks: deque[int] = deque()  # positions of marks not reached yet
         self._origins: deque[tuple[int, Origin]] = deque(maxlen=ORIGINS_KEPT_MAX)  # (first position, its origin)
@@ -382,12 +381,12 @@ class _CheckedStream:
             self._witness.made(batch.first_position, batch.count, batch.payload)
         self._guard(lambda: self._check.made(batch, before, self._checksum))
         self._unproved.append((batch.first_position, batch.count))
-        self._made_position = self._called_position = batch.last_position
+        self.made_position = self._called_position = batch.last_position
         self._prove()
 
     def _prove(self) -> None:
         """Drop proved batches: a mark that is reached proves all messages before it."""
-        while self._marks and self._marks[0] <= self._made_position:
+        while self._marks and self._marks[0] <= self.made_position:
             self._proved_position = max(self._proved_position, self._marks.popleft())
         if self._witness is not None:
             self._proved_position = max(self._proved_position, self._witness.compared_position)
@@ -396,17 +395,12 @@ class _CheckedStream:
             unproved.popleft()
 
     @property
-    def made_position(self) -> int:
-        """Position of the last message that the replay has made or skipped."""
-        return self._made_position
-
-    @property
     def unproved_count(self) -> int:
         return sum(count - max(0, self._proved_position - first + 1) for first, count in self._unproved)
 
     def passed(self, impulses: OutputBatch) -> None:
         self._guard(lambda: self._check.made(impulses, self._checksum, self._checksum))
-        self._made_position = impulses.last_position
+        self.made_position = impulses.last_position
         self._prove()
 
     def finish(self, mark: OutputMark | None, *, all_made: bool) -> None:

@@ -106,7 +106,6 @@ class Report:
         return format_call(message, finding.destination, self._methods)
 
     def _both(self, destination: str, difference: Difference) -> tuple[str, str]:
-        """Return both calls whole; of large ones the part where they differ."""
         then = format_whole_call(difference.then, destination, self._methods)
         now = format_whole_call(difference.now, destination, self._methods)
         if max(len(then), len(now)) <= CALL_SIZE_MAX:
@@ -225,7 +224,6 @@ def _part(text: str, start: int) -> str:
 
 
 def _value(difference: Mapping[str, Any], side: str) -> str:
-    """Format a value of a difference, shortened."""
     if side not in difference:
         return "nothing"
     text = repr(difference[side])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,11 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.batch import offset_after
 from immortal.protocol.checksum import crc64
 from immortal.protocol.command_line import counted
-from immortal.protocol.extensions import HandlerFailure, Origin
+from immortal.protocol.extensions import HandlerFailure
 from immortal.protocol.trailer import Trailer
 from immortal.protocol.verdicts import NOT_OF_CODE, Verdict
 from immortal.replay.app_process import AppCommand, Code
-from immortal.replay.comparison import Comparison, Key, MemoryBudget, Outputs, Side, SpillingQueue
+from immortal.replay.comparison import Comparison, Key, Outputs, Side
 from immortal.replay.findings import DrawnNumbersQueue, Executions, Findings
 from immortal.replay.host import find_end, run_replay
 from immortal.replay.plan import (
@@ -38,16 +38,17 @@ from immortal.replay.plan import (
     Route,
     SharedSource,
     UpgradeFailedError,
+    plan_first,
     plan_route,
     route_until,
     usable_checkpoints,
 )
 from immortal.replay.result import OutcomeChanges, ReplayResult, Sink, changed_outcomes, format_failure
-from immortal.replay.session import Tells
+from immortal.replay.session import KeptImpulses, Tells
+from immortal.replay.session import Outputs as Made
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that only one side has so far: above it ...
 AHEAD_PAUSE_S = 0.05  # ... that side pauses this long at each batch, no longer: a dying app may wait to report
-MEMORY_SIZE_BYTES_MAX = 64 << 20  # of waiting outputs, all streams together; more spills to disk
 STOP_S = 10.0  # time to stop the other side's app after one side has failed
 
 Progress = Callable[[int, int | None], None]
@@ -83,22 +84,14 @@ def plan_what_if(
     ReplayError if the log does not allow it.
     """
     summary = source.summary()
-    notes = list(source.problems)
     last = summary.last_sequence_id if last_sequence_id is None else last_sequence_id
     if last > summary.last_sequence_id:
         raise ReplayError(f"record {last} is not in the log: its last one is {summary.last_sequence_id}")
-    problems = []
-    for candidate in (
-        [header.checkpoint_id for header in usable_checkpoints(summary)] if checkpoint_id is None else [checkpoint_id]
-    ):
-        try:
-            route = plan_route(ReplayPlan(candidate, last), source, summary)
-        except ReplayError as error:
-            problems.append(str(error))
-        else:
-            return replace(route, notes=[*notes, *problems])
-    nothing = "the log has no sound checkpoint to begin at: 'immortal log verify' says what is damaged"
-    raise ReplayError(problems[0] if problems else nothing)
+    candidates = [header.checkpoint_id for header in usable_checkpoints(summary)]
+    if checkpoint_id is not None:
+        candidates = [checkpoint_id]
+    route = plan_first(candidates, source, summary, ReplayPlan(last_sequence_id=last))
+    return replace(route, notes=[*source.problems, *route.notes])
 
 
 def run_what_if(
@@ -160,7 +153,6 @@ def _run_both(
 ) -> WhatIf:
     shared = SharedSource(source)
     route = routes[Side.OLD]
-    upgrade_to = routes[Side.NEW].upgrade_to
     old_class, new_class = (apps[side].name.rpartition(":")[2] for side in Side)
     is_other = apps[Side.NEW].code is not None and old_class == new_class
     run = _Run(limit, progress, comes_from_elsewhere=is_other)
@@ -186,10 +178,7 @@ def _run_both(
         sinks[side].finish(result)
 
     run.both(replay)
-    notes = [*route.notes, *_code_notes(results)]
-    if upgrade_to is None and Side.NEW in results:
-        notes += _version_note(apps[Side.NEW], results[Side.NEW], route.last_version)
-        notes += _past_note(route)
+    notes = [*route.notes, *_notes(apps[Side.NEW], results, route, upgrades=routes[Side.NEW].upgrade_to is not None)]
     return WhatIf(
         route,
         {} if run.upgrade_error else results,
@@ -213,30 +202,25 @@ def _fates(source: RecordSource, route: Route, new: ReplayResult | None) -> list
     return changed_outcomes(source.summary().verdicts, new.verdicts, route.checkpoint.sequence_id, end)
 
 
-def _code_notes(results: Mapping[Side, ReplayResult]) -> list[str]:
+def _notes(app: AppCommand, results: Mapping[Side, ReplayResult], route: Route, *, upgrades: bool) -> Iterator[str]:
     digests = {result.code.digest for result in results.values() if result.code is not None}
-    return ["both sides ran the same code"] if len(results) == len(Side) and len(digests) == 1 else []
-
-
-def _version_note(app: AppCommand, result: ReplayResult, ran: int) -> list[str]:
-    """Return a note if the app ran a version of the log instead of its own, which can surprise."""
-    if result.description is None or result.description.version == ran:
-        return []
-    own = result.description.version
-    return [
-        f"{app.name} is of version {own}; what ran is the version {ran} that it holds, as in the log:"
-        f" --upgrade tries version {own}"
-    ]
-
-
-def _past_note(route: Route) -> list[str]:
-    if not route.versions:
-        return []
-    last = route.versions[-1]
-    return [
-        f"the records up to {last.sequence_id} were handled by versions before {last.version}, and are by their code"
-        f" on both sides: what differs is looked for behind them (--upgrade: from the first checkpoint on)"
-    ]
+    if len(results) == len(Side) and len(digests) == 1:
+        yield "both sides ran the same code"
+    new = results.get(Side.NEW)
+    if upgrades or new is None:
+        return
+    ran = route.last_version
+    if new.description is not None and (own := new.description.version) != ran:
+        yield (
+            f"{app.name} is of version {own}; what ran is the version {ran} that it holds, as in the log:"
+            f" --upgrade tries version {own}"
+        )
+    if route.versions:
+        last = route.versions[-1]
+        yield (
+            f"the records up to {last.sequence_id} were handled by versions before {last.version}, and are by their"
+            f" code on both sides: what differs is looked for behind them (--upgrade: from the first checkpoint on)"
+        )
 
 
 def try_upgrade(source: RecordSource, route: Route, app: AppCommand, upgrade_to: int) -> str:
@@ -267,10 +251,9 @@ class _Run:
         self._comes_from_elsewhere = comes_from_elsewhere
         self._codes: dict[Side, Code | None] = {}
         self.findings = Findings(limit)
-        budget = MemoryBudget(MEMORY_SIZE_BYTES_MAX)
         self.numbers = DrawnNumbersQueue()
         self.executions = Executions()
-        self.comparison = Comparison(self.findings.add, lambda: SpillingQueue(budget))
+        self.comparison = Comparison(self.findings.add)
         self.by_position: bool | None = None  # None: no outputs yet
         self.upgrade_error = ""
         self.ends: dict[Side, AppExitedError] = {}
@@ -405,18 +388,16 @@ class _Looker(Sink):
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
         self.fed_sequence_id = sequence_id
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
+    def outputs(self, made: Made) -> None:
         keys: list[Key] = []
-        if origins is None:  # positions are no keys: impulses lie between them, at other places on each side
-            made = self._counts[destination]
-            keys += [(number, 0) for number in range(made + 1, made + count + 1)]
-            self._counts[destination] += count
-        else:
-            for origin in origins:
-                keys += [(origin.sequence_id, origin.message_index)] * origin.count
-        self._run.add(self._side, destination, Outputs(keys, payload, first_position), by_position=origins is None)
+        if made.origins is None:  # positions are no keys: impulses lie between them, at other places on each side
+            before = self._counts[made.destination]
+            keys += [(number, 0) for number in range(before + 1, before + made.count + 1)]
+            self._counts[made.destination] += made.count
+        for origin in made.origins or ():
+            keys += [(origin.sequence_id, origin.message_index)] * origin.count
+        outputs = Outputs(keys, made.payload, made.first_position)
+        self._run.add(self._side, made.destination, outputs, by_position=made.origins is None)
 
     def finish(self, result: ReplayResult) -> None:
         """Note that the replay has ended."""
@@ -456,24 +437,24 @@ class _Prover(_Looker):
             check.expect(sequence_id, OutputMark(mark.position, mark.checksum))
             check.compare()
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
+    def outputs(self, made: Made) -> None:
         if self._failed is None:
-            self._made(OutputBatch(first_position, count, payload), destination, payload)
-        elif origins is None:
+            self._made(made, made.payload)
+        elif made.origins is None:
             return  # it may have been sent after the failed message
         else:
-            origins = [each for each in origins if (each.sequence_id, each.message_index) < self._failed.key[:2]]
+            origins = [each for each in made.origins if (each.sequence_id, each.message_index) < self._failed.key[:2]]
             before = sum(origin.count for origin in origins)
-            count, payload = before, payload[: offset_after(payload, before, count)]
-        super().outputs(destination, first_position, count, payload, origins)
+            payload = made.payload[: offset_after(made.payload, before, made.count)]
+            made = replace(made, count=before, payload=payload, origins=origins)
+        super().outputs(made)
 
-    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
+    def impulses(self, kept: KeptImpulses) -> None:
         if self._failed is None:
-            self._made(OutputBatch(first_position, count, payload), destination, b"")
+            self._made(kept, b"")
 
-    def _made(self, batch: OutputBatch, destination: str, checked: bytes) -> None:
+    def _made(self, made: Made | KeptImpulses, checked: bytes) -> None:
+        destination, batch = made.destination, OutputBatch(made.first_position, made.count, made.payload)
         before = self._marks.get(destination, OutputMark(0, 0)).checksum
         after = crc64(checked, before)
         self._marks[destination] = OutputMark(batch.last_position, after)
@@ -524,12 +505,8 @@ class Unknown(Struct, frozen=True):
     text: str
 
 
-def not_worked_out(name: str, outcome: WhatIf, waiting: int) -> list[Unknown]:
-    """Return the unknown consequences of a what-if. ``waiting``: handlers that wait for answers the log lacks."""
-    return list(_not_worked_out(name, outcome, waiting))
-
-
-def _not_worked_out(name: str, outcome: WhatIf, waiting: int) -> Iterator[Unknown]:
+def not_worked_out(name: str, outcome: WhatIf, waiting: int) -> Iterator[Unknown]:
+    """Yield the unknown consequences of a what-if. ``waiting``: handlers that wait for answers the log lacks."""
     counts: Counter[str] = Counter()
     for (destination, _, _), kinds in outcome.findings.counts.items():
         counts[ONESELF if destination == name else destination] += kinds.total()

@@ -187,11 +187,8 @@ class _Judge:
             for (sender, receiver), each in self._needs.items()
             if not self._offset(sender, receiver)
         }
-        for violation in impossible_orders(needs, set(self._states)):
-            self._add(violation)
-        for violation in self._ordering.violations(
-            {name: log.first or len(log.unread) for name, log in self._logs.items()}
-        ):
+        firsts = {name: log.first or len(log.unread) for name, log in self._logs.items()}
+        for violation in (*impossible_orders(needs, set(self._states)), *self._ordering.violations(firsts)):
             self._add(violation)
         self._note_resets()
         self._note_logs()
@@ -205,18 +202,15 @@ class _Judge:
         for what, sender, receiver, first, last, body in results:
             key = (sender, receiver)
             if what == "log":
-                values = decoding.load_json(body)
-                for gaps in ("damages", "unread"):
-                    values[gaps] = [tuple(gap) for gap in values[gaps]]
-                self._logs[receiver] = LogReport(**values)
+                self._logs[receiver] = decoding.decode_json(body, type=LogReport)
             elif what == ORDERED:
                 self._ordering.take(sender, receiver, first, last, body)
             elif what == "finding":
-                self._findings[key].append(Finding(**decoding.load_json(body)))
+                self._findings[key].append(decoding.decode_json(body, type=Finding))
             elif what == "needs":
                 self._needs[key].append(Needs(first, last))
             else:
-                self._figures[key] = figures = StreamFigures(**decoding.load_json(body))
+                self._figures[key] = figures = decoding.decode_json(body, type=StreamFigures)
                 self._last_mark_ns[sender] = max(self._last_mark_ns[sender], figures.last_mark_ns)
         for name in self._states:
             self._logs.setdefault(name, LogReport(name))
@@ -263,7 +257,8 @@ class _Judge:
                 continue
             if finding.kind == "lost" and self._explain(report, finding):
                 continue
-            self._add(_violation(finding, sender, receiver))
+            found = finding.kind, sender, receiver, finding.first, finding.last, finding.record, finding.text
+            self._add(Violation(*found))
         self._counts += Counter(figures.counts) - kept  # findings of which only the number is known
         if receiver_state is not None:
             self._judge_end(report, figures, sender_state, receiver_state)
@@ -358,17 +353,11 @@ class _Judge:
                 self._notes.append(
                     f"the log of {name!r} was cut by hand: what its peers had of it then has no cause any more"
                 )
-        missing = sorted(
-            {sender for sender, _ in self._figures if not is_outside(sender) and sender not in self._states}
-            | {receiver for _, receiver in self._figures if not is_outside(receiver) and receiver not in self._states}
-        )
+        named = {name for stream in self._figures for name in stream if not is_outside(name)}
+        missing = sorted(named - self._states.keys())
         if missing:
             names = ", ".join(missing[:20]) + (", ..." if len(missing) > 20 else "")
             self._notes.append(f"no log was given of {names}: of their streams only one end is checked")
-
-
-def _violation(finding: Finding, sender: str, receiver: str) -> Violation:
-    return Violation(finding.kind, sender, receiver, finding.first, finding.last, finding.record, finding.text)
 
 
 # Test if the records of several logs can have been written in any order at all.

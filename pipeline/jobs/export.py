@@ -25,6 +25,7 @@ from urllib.parse import unquote
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
 from immortal.pipeline.decode import Values, binaries, decode_headers, decode_trailers, verify_checks
 from immortal.pipeline.errors import PipelineError, SourceError
@@ -41,13 +42,12 @@ from immortal.pipeline.jobs.sources import (
     exported_schema,
     none_left,
     read_export_state,
-    write_atomically,
 )
 from immortal.pipeline.reading import Gap, LogRange, close_shared, read_range, whole_range
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, split
 from immortal.pipeline.tables import OUTPUTS
 from immortal.protocol.checksum import crc64
-from immortal.protocol.files import FILE_MODE, make_folder, restrict_mode
+from immortal.protocol.files import FILE_MODE, make_folder, opener, restrict_mode, sync_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -267,7 +267,15 @@ def _make_folder(folder: Path, tables: list[str]) -> None:
 
 
 def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    write_atomically(folder / EXPORT_FILE_NAME, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
+    """Write all of the state or nothing, also if the machine stops."""
+    path = folder / EXPORT_FILE_NAME
+    temporary = path.with_name(f"{path.name}.new")
+    with open(temporary, "w", opener=opener) as file:
+        file.write(json.dumps(state, indent=1, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(folder)
 
 
 @contextmanager
@@ -292,8 +300,6 @@ def _remove_leftovers(folder: Path, state: Mapping[str, Any]) -> None:
 
 def _digest(table: str, frame: DataFrame) -> dict[str, dict[str, int]]:
     """Return the number of rows of each instance, and a checksum that does not depend on their order."""
-    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
-
     columns = [F.col(column) for column in sorted(frame.columns)]  # Parquet puts partitions last
     totals = {
         "rows": F.count(F.lit(1)),

@@ -100,16 +100,6 @@ class OrderingAudit:
     def take(self, source: str, receiver: str, record: int, batch: int, body: str) -> None:
         self._words[receiver] += [_Word(record, batch, at, source, *word) for at, *word in decoding.load_json(body)]
 
-    def executed(self, log: str) -> list[tuple[str, int, int, int]]:
-        """Return the runs that a log has executed, in its order: sender, number, timestamp, count of calls."""
-        words = sorted(word for word in self._words[log] if word.kind == _EXECUTED)
-        return [(word.sender, word.number, word.timestamp, word.calls) for word in words]
-
-    @property
-    def runs_count(self) -> int:
-        """Return the number of executions of runs, over all logs."""
-        return sum(word.kind == _EXECUTED for words in self._words.values() for word in words)
-
     def violations(self, first: Mapping[str, int]) -> Iterator[Violation]:
         """Yield all violations. ``first``: the first record of each log that was read."""
         places: Places = {}

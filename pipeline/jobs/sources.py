@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
+from msgspec import convert
 from pyspark.accumulators import Accumulator, AddingAccumulatorParam
 from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 from pyspark.sql.pandas.types import from_arrow_schema
@@ -25,7 +25,6 @@ from immortal.pipeline.reading import NO_LIMIT, LogRange, log_folders, one_each,
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, pack, split
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import opener, sync_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -97,11 +96,6 @@ class LogState:
             summary.cut_sequence_id is not None,
         )
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> LogState:
-        sources = {name: (known[0], known[1]) for name, known in values["sources"].items()}
-        return cls(**{**values, "sources": sources})
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -122,6 +116,7 @@ class Fleet(ABC):
         """The logs that could not be read, as far as they were tried."""
         return ()
 
+    @abstractmethod
     def table(
         self,
         spark: SparkSession,
@@ -135,13 +130,6 @@ class Fleet(ABC):
 
         ``only``: no other records are read. ``decode``: the data source's option, for logs only. Raises SourceError.
         """
-        return self._table(spark, name, columns, only, decode)
-
-    @abstractmethod
-    def _table(
-        self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
-    ) -> DataFrame:
-        """Return a table, as :meth:`table`."""
 
     @abstractmethod
     def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT) -> DataFrame:
@@ -189,8 +177,14 @@ class LogFleet(Fleet):
         function = partial(read_packs, packs=packs, read=read, said=self._said)
         return spark.range(0, len(packs), 1, max(1, len(packs))).mapInArrow(function, schema)
 
-    def _table(
-        self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
+    def table(
+        self,
+        spark: SparkSession,
+        name: str,
+        columns: Sequence[str] | None = None,
+        *,
+        only: Wanted | None = None,
+        decode: str | None = None,
     ) -> DataFrame:
         options = {"table": name} if decode is None else {"table": name, "decode": decode}
         if only is not None:
@@ -226,10 +220,16 @@ class ExportFleet(Fleet):
         self.run: int = state["run"]
         self.tables: list[str] = state["tables"]
         self.exported: dict[str, dict[str, int]] = state["exported"]
-        self.states = {name: LogState.from_json(values) for name, values in state["instances"].items()}
+        self.states = convert(state["instances"], dict[str, LogState])
 
-    def _table(
-        self, spark: SparkSession, name: str, columns: Sequence[str] | None, only: Wanted | None, decode: str | None
+    def table(
+        self,
+        spark: SparkSession,
+        name: str,
+        columns: Sequence[str] | None = None,
+        *,
+        only: Wanted | None = None,
+        decode: str | None = None,
     ) -> DataFrame:
         if decode is not None:
             raise SourceError(f"{self.folder} is an export: options such as 'decode' are for logs")
@@ -316,17 +316,6 @@ def read_packs(
                 if said is None:
                     raise
                 said.add(((wanted.folder, str(error)),))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write all of ``text`` or nothing, also if the machine stops."""
-    temporary = path.with_name(f"{path.name}.new")
-    with open(temporary, "w", opener=opener) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:

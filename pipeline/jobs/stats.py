@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
 from immortal.pipeline.jobs.sources import Fleet, Unreadable
 
 if TYPE_CHECKING:
@@ -129,8 +131,6 @@ def bin_size_ns(span_ns: int, services_count: int) -> int:
 
 def _calls(spark: SparkSession, fleet: Fleet, decode: str | None, bin_ns: int) -> DataFrame:
     """Return one row for each counted call. Times in flight are in buckets that are 1 % wide."""
-    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
-
     columns = ["instance", "time_ns", "kind", "source", "sent_ns", "method_id", "method", "arguments", "ok"]
     latency_ns = F.col("time_ns") - F.col("sent_ns")
     return (
@@ -151,8 +151,6 @@ def _calls(spark: SparkSession, fleet: Fleet, decode: str | None, bin_ns: int) -
 
 def _figures_of(calls: DataFrame) -> DataFrame:
     """Aggregate all groupings in one pass: rows of figures, with the grouping's number in the column "by"."""
-    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
-
     keys = [F.col(name) for name in ("instance", "sender", "method", "bin_ns", "bucket")]
     instance, sender, method, bin_ns, bucket = keys
     sets = [[instance, bucket], [instance, method, bucket], [instance, bin_ns, bucket], [instance, sender, bucket]]
@@ -175,17 +173,12 @@ def _figures_of(calls: DataFrame) -> DataFrame:
 
 
 def _rows(figures: DataFrame, by: int, *order: str, limit: int | None = None) -> list[Row]:
-    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
-
     wanted = figures.where(F.col("by") == by)
     wanted = wanted.orderBy(*[F.desc(name[1:]) if name.startswith("-") else F.asc(name) for name in order])
     return (wanted if limit is None else wanted.limit(limit)).collect()
 
 
 def _records(spark: SparkSession, fleet: Fleet) -> list[Row]:
-    """Return one row for each service: how many records it has, their size, and their times."""
-    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
-
     records = fleet.table(spark, "records", ["instance", "message_count", "size_bytes", "time_ns", "ok"])
     sound_ns = F.when(F.col("ok"), F.col("time_ns"))
     return (

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
 from immortal.coordinator.core.interfaces import is_outside
 from immortal.pipeline.errors import PipelineError
 from immortal.pipeline.jobs.evidence import BATCH, MARK
@@ -156,7 +158,8 @@ class TraceIndex:
         time_ns = self._logs[instance].batches[record][0].time_ns
         for _, stream in sorted(self._streams[instance].items()):
             above, upto = self._bounds(stream, instance, record)
-            for batch in stream.batches[self._first_behind(stream, above) :]:
+            first = bisect_right(stream.batches, above, key=lambda batch: batch.last)
+            for batch in stream.batches[first:]:
                 if batch.first > upto:
                     break
                 if time_ns <= batch.sent_ns <= time_ns + self.within_ms * 1_000_000:
@@ -181,9 +184,6 @@ class TraceIndex:
         records = self._logs[sender].records
         upto = stream.made_at(complete) if records and complete <= records[-1] else None
         return above or 0, _NO_BOUND if upto is None else upto
-
-    def _first_behind(self, stream: _Stream, position: int) -> int:
-        return bisect_right(stream.batches, position, key=lambda batch: batch.last)
 
 
 def follow(index: TraceIndex, instance: str, record: int, message: int | None, nodes_max: int = NODES_MAX) -> Trace:
@@ -277,9 +277,6 @@ def _time_of(spark: SparkSession, fleet: Fleet, instance: str, record: int) -> i
 
 
 def _with_methods(spark: SparkSession, fleet: Fleet, nodes: list[Node], decode: str | None) -> list[Node]:
-    """Return the nodes with the methods that their messages call."""
-    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
-
     columns = ["instance", "sequence_id", "source", "kind", "position", "method_id", "method"]
     records = [node.record for node in nodes]
     only = Wanted(sorted({node.instance for node in nodes}), min(records), max(records))

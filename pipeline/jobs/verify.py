@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
 from immortal.pipeline.jobs.audit import LogReport, results_of
 from immortal.pipeline.jobs.evidence import LOG
 from immortal.pipeline.jobs.sources import ExportFleet, Fleet, Unreadable
@@ -54,7 +56,7 @@ def verify(spark: SparkSession, fleet: Fleet) -> VerifyReport:
     evidence = fleet.evidence(spark)
     for what, _, name, _, _, body in results_of(spark, evidence.where(evidence["what"] == LOG)):
         if what == "log":
-            log = LogReport(**decoding.load_json(body))
+            log = decoding.decode_json(body, type=LogReport)
             report.records[name] = log.records
             for first, _, text in log.damages:
                 report.add(Problem(name, f"record {first}", text))
@@ -79,9 +81,6 @@ def _verify_checkpoints(spark: SparkSession, fleet: Fleet, report: VerifyReport)
 
 
 def _verify_export(spark: SparkSession, fleet: ExportFleet, report: VerifyReport) -> None:
-    """Compare the records of an export with its state."""
-    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
-
     raw = fleet.table(spark, "raw")
     rows = raw.groupBy("instance").agg(F.count(F.lit(1)).alias("records"), F.bit_xor("check").alias("check")).collect()
     found = {row["instance"]: (row["records"], row["check"]) for row in rows}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import wraps
@@ -218,14 +217,9 @@ def duration_text(duration_ns: int) -> str:
 
 def _calls_over_time(stats: Stats, busiest: Sequence[str]) -> str:
     series: dict[str, dict[int, float]] = {name: {} for name in busiest[:SERIES_MAX]}
-    others: dict[int, float] = defaultdict(float)
     for part in stats.bins:
-        if part.instance in series:
-            series[part.instance][part.start_ns] = part.figures.calls
-        else:
-            others[part.start_ns] += part.figures.calls
-    if others:
-        series["all others"] = others
+        points = series.setdefault(part.instance if part.instance in busiest[:SERIES_MAX] else "all others", {})
+        points[part.start_ns] = points.get(part.start_ns, 0) + part.figures.calls
     return over_time("executed calls", f"calls in {duration_text(stats.bin_ns)}", series, stats.bin_ns, stacked=True)
 
 
@@ -292,7 +286,7 @@ LABELS_MAX = 60
 @styled
 def trace_svg(trace: Trace) -> str:
     """Draw a trace, with arrows from cause to effect: full if the cause is exact, dotted if it is one of several."""
-    lanes = {name: index for index, name in enumerate(_lanes(trace.nodes))}
+    lanes = {name: index for index, name in enumerate(dict.fromkeys(node.instance for node in trace.nodes))}
     start_ns = trace.nodes[0].time_ns
     figure = Figure(figsize=(10.0, max(2.0, 0.55 * len(lanes) + 1.2)), layout="constrained")
     axes = figure.add_subplot()
@@ -341,11 +335,6 @@ def trace_lines(trace: Trace) -> Iterator[str]:
         )
     if trace.cut_off:
         yield f"... and more than the {len(trace.nodes)} that --limit allows"
-
-
-def _lanes(nodes: Sequence[Node]) -> list[str]:
-    """Return the services in the order in which they first appear."""
-    return list(dict.fromkeys(node.instance for node in nodes))
 
 
 def _short(node: Node) -> str:

@@ -155,7 +155,6 @@ _VERDICTS = {0: "the same", 3: "DIFFERENT"}
 
 
 def _notes_of(result: FleetResult) -> Iterator[str]:
-    """Yield notes, such as which code ran: each once, with its instances."""
     said: dict[str, list[str]] = {}
     for each in result.instances:
         values = each.values or {}

@@ -95,11 +95,11 @@ class Database:
                 " from _shown_messages where kind = 'client' group by all"
             )
         if "instances" in wanted:
-            self._make_instances()
+            rows = [_instance_row(log, self.cuts[log.name]) for log in self._logs.values()]
+            self._make_view("instances", pa.Table.from_pylist(rows, schema=_INSTANCES))
         if "executions" in wanted:
             rows = [row for log in self._logs.values() for row in self._executions(log)]
-            self.connection.register("_made_executions", pa.Table.from_pylist(rows, schema=_EXECUTIONS))
-            self.connection.execute("create view executions as select * from _made_executions")
+            self._make_view("executions", pa.Table.from_pylist(rows, schema=_EXECUTIONS))
         for_all = wanted & FLEET_STATES.keys()
         states = {
             name: state_tables(log.settings, log.reader, self.cuts[name].last)
@@ -245,10 +245,9 @@ class Database:
         except ExecutionsError:
             return
 
-    def _make_instances(self) -> None:
-        rows = [_instance_row(log, self.cuts[log.name]) for log in self._logs.values()]
-        self.connection.register("_made_instances", pa.Table.from_pylist(rows, schema=_INSTANCES))
-        self.connection.execute("create view instances as select * from _made_instances")
+    def _make_view(self, name: str, rows: pa.Table) -> None:
+        self.connection.register(f"_made_{name}", rows)
+        self.connection.execute(f"create view {name} as select * from _made_{name}")
 
     def _make_fleet_table(self, table: str, states: Mapping[str, Mapping[str, pa.Table]]) -> None:
         self.connection.execute(f"create table {table} (instance text, {_EMPTY[table]})")
@@ -421,8 +420,6 @@ class LogCut(Struct):
 def make_consistent(database: DuckDBPyConnection, cuts: list[LogCut]) -> None:
     """Move ``cuts`` back until no log shows a call whose cause is after the cut of its sender's log.
     ``database`` has the uncut tables "_logged_messages" and "_logged_outputs"."""
-    if len(cuts) < 2 or not any(cut.goes_on for cut in cuts):
-        return
     by_name = {cut.instance: cut for cut in cuts}
     while found := _too_late(database, cuts):
         for instance, first_without_cause in found:

@@ -165,7 +165,6 @@ def write_tables(order: Order) -> None:
 
 
 def _quoted(table: str) -> str:
-    """Quote a table's name, such as ``service-0.words``, for SQL."""
     return ".".join('"' + part.replace('"', '""') + '"' for part in table.split("."))
 
 

@@ -14,7 +14,6 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -77,7 +76,9 @@ def _updated(reader: LogReader, folder: Path) -> list[Range]:
     if ranges and ranges[-1].last < last and _rows(ranges[-1]) < RANGE_MESSAGES_MIN:
         ranges.pop()
     begin = ranges[-1].last + 1 if ranges else first
-    ranges += _extract(reader, folder, begin, last + 1)
+    while begin <= last:
+        ranges.append(_extract_range(reader, folder, begin, last + 1))
+        begin = ranges[-1].last + 1
     _tidy(folder, ranges)
     return ranges
 
@@ -121,13 +122,6 @@ def _known_check(one: Range) -> bytes | None:
 
 def _rows(one: Range) -> int:
     return int(pq.read_metadata(one.path("messages")).num_rows)
-
-
-def _extract(reader: LogReader, folder: Path, first: int, end: int) -> Iterator[Range]:
-    while first < end:
-        made = _extract_range(reader, folder, first, end)
-        yield made
-        first = made.last + 1
 
 
 def _extract_range(reader: LogReader, folder: Path, first: int, end: int) -> Range:

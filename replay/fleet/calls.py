@@ -45,7 +45,7 @@ class CallComparison:
         """
         before = [one.message for one in old]
         if not is_other and before == new:
-            service.count_equal(destination, len(new))
+            service.equal += len(new)
             yield from ((one.position, one.message, None) for one in old)
             return
         positions = iter([one.position for one in old])
@@ -54,53 +54,52 @@ class CallComparison:
             number: int | None = None
             if was is not None and is_now is not None and self._is_same_answer(service, destination, was, is_now):
                 number = cause  # the call that it answers has another number
-                service.count_equal(destination)
+                service.equal += 1
             elif kind is not None or is_other:
                 name = "moved" if kind is None else kind.value
-                number = self._different(service, name, destination, place, was, is_now, cause, time_ns)
+                one = Difference(service.name, name, destination, place, was, is_now, cause, time_ns)
+                number = self._add(service, one)
             else:
-                service.count_equal(destination)
+                service.equal += 1
             yield None if was is None else next(positions), is_now, number
-
-    def _different(
-        self,
-        service: Service,
-        kind: str,
-        destination: str,
-        place: Place,
-        was: bytes | None,
-        is_now: bytes | None,
-        cause: int | None,
-        time_ns: int,
-    ) -> int:
-        if kind in ("added", "missing") and (paired := self._pair(service, destination, was, is_now)) is not None:
-            return paired
-        number = self._note(service, kind, destination, place, was, is_now, cause, time_ns)
-        if was is None or is_now is None:
-            self._leave(service, destination, was, is_now, number)
-        self._note_changed_call(service, self._differences[number])
-        return number
 
     def miss(self, service: Service, place: Place, cause: int | None) -> None:
         """Note that the message at ``place`` is missing, so that its outputs of then are missing too."""
+        time_ns = service.log.time_of(place[0])
         for destination, outputs in service.recorded.made.get(place, {}).items():
             for output in outputs:
-                if self._pair(service, destination, output.message, None) is None:
-                    time_ns = service.log.time_of(place[0])
-                    self._note(service, "missing", destination, place, output.message, None, cause, time_ns)
+                was = output.message
+                self._add(service, Difference(service.name, "missing", destination, place, was, None, cause, time_ns))
 
-    def _pair(self, service: Service, destination: str, old: bytes | None, new: bytes | None) -> int | None:
+    def _add(self, service: Service, one: Difference) -> int:
+        """Add a difference, or complete an earlier one with it; return the number of that."""
+        keys: list[object] = []
+        if one.old is None or one.new is None:
+            keys += filter(None, ((one.destination, one.message), self._execution(service, one)))
+        if (paired := self._pair(service, one, keys)) is not None:
+            return paired
+        if one.new is not None:
+            one.began = self._began(service, one.new, is_new=True)
+        if one.began is None and one.old is not None:
+            one.began = self._began(service, one.old, is_new=False)
+        self._differences.append(one)
+        number = self._by_place[service.name, one.destination, one.place] = len(self._differences) - 1
+        for key in keys:  # it can have a counterpart elsewhere
+            service.unmatched.setdefault(key, []).append(number)
+        self._note_changed_call(service, one)
+        return number
+
+    def _pair(self, service: Service, one: Difference, keys: Sequence[object]) -> int | None:
         """Pair an added call with a missing one; return the number of that difference. The call has moved if the
         messages are equal; it is changed if the same execution sent it, or the answers are for the same call."""
-        message = old or new or b""
-        wanted = "missing" if old is None else "added"
-        for key in filter(None, ((destination, message), self._execution(service, destination, message, old is None))):
+        wanted = "missing" if one.old is None else "added"
+        for key in keys:
             for index, number in enumerate(waiting := service.unmatched.get(key, [])):
-                one = self._differences[number]
-                if one.kind == wanted:
-                    one.old, one.new = old or one.old, new or one.new
-                    one.kind = "moved" if one.old == one.new else "changed"
-                    self._note_changed_call(service, one)
+                other = self._differences[number]
+                if other.kind == wanted:
+                    other.old, other.new = one.old or other.old, one.new or other.new
+                    other.kind = "moved" if other.old == other.new else "changed"
+                    self._note_changed_call(service, other)
                     del waiting[index]
                     return number
         return None
@@ -119,17 +118,10 @@ class CallComparison:
         same = list(map(bytes, was_rest)) == list(map(bytes, rest))
         return same and once is not None and once == decoding.decode(was_number, type=int)
 
-    def _leave(self, service: Service, destination: str, old: bytes | None, new: bytes | None, number: int) -> None:
-        """Keep a message without a counterpart here: it can have one elsewhere."""
-        message = old or new or b""
-        for key in ((destination, message), self._execution(service, destination, message, old is None)):
-            if key is not None:
-                service.unmatched.setdefault(key, []).append(number)
-
-    def _execution(self, service: Service, destination: str, message: bytes, is_new: bool) -> object | None:
+    def _execution(self, service: Service, one: Difference) -> object | None:
         """Return the key of a call by the execution that makes it, or of an answer by its call; None if it has
         none."""
-        rpc = rpc_of(message)
+        destination, rpc = one.destination, rpc_of(one.message)
         is_call = rpc.kind == RpcKind.CALL
         if is_call and rpc.rpc_type != RpcType.ASYNC:
             return None
@@ -139,7 +131,7 @@ class CallComparison:
         number = decoding.decode(front[int(is_call)], type=int)
         if not is_call:
             return destination, rpc.method_id, self._once.get((service.receiver(destination), number), number)
-        if is_new:
+        if one.old is None:
             call = service.player.tasks.calls.get(number)
             task = None if call is None else call.task.number
         else:
@@ -165,30 +157,8 @@ class CallComparison:
         if then is not None and now is not None:
             self._once[service.name, now] = then
 
-    def _note(
-        self,
-        service: Service,
-        kind: str,
-        destination: str,
-        place: Place,
-        old: bytes | None,
-        new: bytes | None,
-        cause: int | None,
-        time_ns: int,
-    ) -> int:
-        if service.first is None:
-            service.first = place, time_ns
-        began = None if new is None else self._began(service, new, is_new=True)
-        if began is None and old is not None:
-            began = self._began(service, old, is_new=False)
-        one = Difference(service.name, kind, destination, place, old, new, cause, time_ns, began)
-        self._differences.append(one)
-        number = self._by_place[service.name, destination, place] = len(self._differences) - 1
-        return number
-
 
 def _number_of_awaited(rpc: IncomingRpc) -> int | None:
-    """Return the number of a call that waits for its answer; None for any other message."""
     if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
         return None
     return decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int)

@@ -23,7 +23,7 @@ from immortal.protocol import decoding
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
 from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
-from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, EffectDone, Log, LoggedRecord, Place, Player, Recorded
+from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, Log, LoggedRecord, Place, Player, Recorded
 from immortal.replay.plan import ReplayError
 
 DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an effect that never ran
@@ -53,6 +53,7 @@ class NoResultError(BaseException):
 
 Answer = Callable[[Call], Any]
 Check = Callable[[Mapping[str, Any]], object]
+Row = dict[str, str]
 
 
 class Logs(Struct):
@@ -86,18 +87,10 @@ class Difference(Struct):
     time_ns: int
     began: Place | None = None
 
-
-class AskedEffect(Struct):
-    service: str
-    words: str
-    outcome: str
-    time_ns: int
-
-
-class UnansweredCall(Struct):
-    call: Call
-    outcome: str
-    time_ns: int
+    @property
+    def message(self) -> bytes:
+        """The call now, else then."""
+        return self.new or self.old or b""
 
 
 class Broken(Struct):
@@ -133,8 +126,7 @@ class Service(Struct, eq=False):
     effects: dict[int, str] = field(default_factory=dict)
     verdicts: dict[MessageKey, Verdict] = field(default_factory=dict)
     unmatched: dict[object, list[int]] = field(default_factory=dict)
-    first: tuple[Place, int] | None = None
-    equal: dict[str, int] = field(default_factory=dict)
+    equal: int = 0
     stopped: str = ""
     messages: int = 0
 
@@ -161,9 +153,6 @@ class Service(Struct, eq=False):
         """Count the messages from outside that it has had: impulses, with timers and results, and clients' requests."""
         batches = (batch for record in self.log.records[: self.cursor] for batch in record.trailer.batches)
         return sum(batch.count for batch in batches if batch.kind in (BatchKind.IMPULSES, BatchKind.CLIENT))
-
-    def count_equal(self, destination: str, count: int = 1) -> None:
-        self.equal[destination] = self.equal.get(destination, 0) + count
 
     def refuse_early(self) -> NoReturn:
         """Raise ReplayError: a changed message belongs before the service's first state."""
@@ -236,9 +225,9 @@ class Rules(Struct):
     check: Check | None = None
     then: set[tuple[str, int]] | None = None
 
-    def answered(self, service: Service, to: str, message: bytes, time_ns: int) -> tuple[bytes, UnansweredCall] | None:
-        """Return the answer to a call of ``service`` to one without a log; None if no caller waits, or the log has
-        the answer.
+    def answered(self, service: Service, to: str, message: bytes, time_ns: int) -> tuple[bytes, Row] | None:
+        """Return the answer to a call of ``service`` to one without a log, with a row for people; None if no caller
+        waits, or the log has the answer.
         """
         rpc = rpc_of(message)
         if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
@@ -264,34 +253,24 @@ class Rules(Struct):
         else:
             arguments = encoder.encode([call_number, msgspec.Raw(value)])
         answer = encode_incoming_rpc(rpc.method_id, RpcType.ASYNC, arguments, kind)
-        return answer, UnansweredCall(call, outcome, time_ns)
+        row = {"service": service.name, "to": to, "call": str(call), "outcome": outcome, "time": time_text(time_ns)}
+        return answer, row
 
-    def result(self, service: Service, number: int, effect: Effect, now_ns: int) -> tuple[bytes, AskedEffect]:
+    def result(self, service: Service, number: int, effect: Effect, now_ns: int) -> tuple[bytes, Row]:
         """Return an effect's result: the log's result of it or of an equal effect, else by the rule ``effects``; b"":
-        none.
+        none. Also return a row for people.
         """
         name, encoded, key = effect.function.name, effect.encoded, effect.options.key
-
-        def is_like(one: EffectDone) -> bool:
-            return one.done is not None and one.name == name and one.encoded == encoded
-
-        def has_key(one: EffectDone) -> bool:
-            return one.done is not None and one.name == name and key is not None and one.key == key
-
         found = service.recorded.effects.get(number)
         if found is None or found.done is None:
-            done = service.recorded.effects.values()
-            found = next(filter(is_like, done), None)
-            if found is None and self.effects == "by-key":
-                found = next(filter(has_key, done), None)
+            done = [one for one in service.recorded.effects.values() if one.done is not None and one.name == name]
+            found = next((one for one in done if one.encoded == encoded), None)
+            if found is None and self.effects == "by-key" and key is not None:
+                found = next((one for one in done if one.key == key), None)
         if found is not None:
             rpc = rpc_of(found.message)
-            arguments = [
-                number,
-                effect.what,
-                effect.detail,
-                *decoding.decode(rpc.arguments, type=list[msgspec.Raw])[3:],
-            ]
+            rest = decoding.decode(rpc.arguments, type=list[msgspec.Raw])[3:]
+            arguments = [number, effect.what, effect.detail, *rest]
             message = encode_incoming_rpc(rpc.method_id, rpc.rpc_type, encoder.encode(arguments))
             outcome = "the result that the log has"
         else:
@@ -300,7 +279,8 @@ class Rules(Struct):
                 message, outcome = service.player.effect_message(effect, lambda one: self._run(service, one, fits))
             except NoResultError:
                 message, outcome = b"", "has no result: its handler waits"
-        return message, AskedEffect(service.name, effect.function.describe(encoded), outcome, now_ns)
+        words = effect.function.describe(encoded)
+        return message, {"service": service.name, "effect": words, "outcome": outcome, "time": time_text(now_ns)}
 
     def _run(self, service: Service, request: Any, fits: Callable[[Any], object]) -> Any:
         if isinstance(self.effects, str):

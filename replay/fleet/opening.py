@@ -16,7 +16,6 @@ from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.runner import load
 from immortal.appsdk.running.user_modules import add_to_path, is_users
-from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.open import log_exists
@@ -78,7 +77,8 @@ def what_if(
         @cache
         def code_of(name: str) -> Definition:
             settings, route = registry.load(name), first_checkpoint(readers[name], None)
-            return _recorded_class(settings, readers[name], route)
+            own = own_code_at_end(settings, readers[name].summary(), route)
+            return load_definition(own.app, own.archive)
 
         logs = Logs(
             readers,
@@ -115,11 +115,6 @@ def assert_fleet_unchanged(
     if compared < at_least:
         raise AssertionError(f"only {compared:,} messages were compared, and at least {at_least:,} were expected")
     return outcome
-
-
-def _recorded_class(settings: InstanceSettings, reader: LogReader, route: Any) -> Definition:
-    own = own_code_at_end(settings, reader.summary(), route)
-    return load_definition(own.app, own.archive)
 
 
 def load_function(text: str) -> Callable[..., Any]:

@@ -18,10 +18,10 @@ from immortal.coordinator.log.record_contents import message_at, record_of, rpc_
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.messages import RpcKind
 from immortal.replay.fleet.model import Broken, Difference, Logs, Rules, Service
-from immortal.replay.fleet.player import Place, Recorded
+from immortal.replay.fleet.player import Place, Recorded, not_of_code
 from immortal.replay.fleet.simulation import FIRST_OTHER_SEQUENCE_ID, Simulation, simulate
 from immortal.replay.plan import ReplayError
-from immortal.replay.result import format_failure
+from immortal.replay.result import format_failure, group_outcomes
 
 _NEW_CALL = re.compile(r"\b(as|to) call 1\d{12}\b")  # FIRST_OTHER_NUMBER and above
 DEPTH_MAX = 30  # of the tree of consequences
@@ -226,7 +226,6 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
         simulation.close()
     first: FleetOutcome | None = None
     first_states: Mapping[str, _States | None] = {}
-    found = Seeds(seeds)
     ends: dict[str, End] = {}
     for seed in range(seeds):
         simulation = simulate(logs, rules, seed, recorded)
@@ -243,10 +242,8 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
         ends[digest].count += 1
         ends[digest].broken += simulation.broken is not None
     assert first is not None
-    found.ends = list(ends.values())
-    found.different = seeds - found.ends[0].count
-    found.broken = sum(one.broken for one in found.ends)
-    first.seeds = found
+    all_ends = list(ends.values())
+    first.seeds = Seeds(seeds, seeds - all_ends[0].count, sum(one.broken for one in all_ends), all_ends)
     return first
 
 
@@ -278,7 +275,7 @@ def _states(service: Service, simulation: Simulation) -> _States | None:
     try:
         blob = service.player.finish(service.reached)
         new = inspect_state(service.player.definition, blob).state
-        old = inspect_state(simulation.code(service.name), service.recorded.state).state
+        old = inspect_state(simulation.logs.code(service.name), service.recorded.state).state
     except ReplayError as error:
         simulation.notes.append(str(error))
         return None
@@ -288,15 +285,15 @@ def _states(service: Service, simulation: Simulation) -> _States | None:
 def _digest(states: Mapping[str, _States | None], simulation: Simulation) -> str:
     shown = {name: "" if one is None else canonical(one[1]) for name, one in states.items()}
     answers = [(one.kind, one.old, one.new) for one in simulation.differences if _is_client(one, simulation)]
-    return repr((shown, sorted(answers, key=repr), sorted(one.words for one in simulation.effects)))
+    return repr((shown, sorted(answers, key=repr), sorted(one["effect"] for one in simulation.effects)))
 
 
 def _is_client(difference: Difference, simulation: Simulation) -> bool:
     destination = difference.destination
     if destination == CLIENTS:
         return True
-    message = difference.new or difference.old or b""
-    return bool(destination) and not simulation.has_log(destination) and rpc_of(message).kind != RpcKind.CALL
+    is_call = rpc_of(difference.message).kind == RpcKind.CALL
+    return bool(destination) and destination not in simulation.logs.sources and not is_call
 
 
 def _outcome(
@@ -316,14 +313,15 @@ def _outcome(
                 clients.examples.append(words.of(number))
     for service in simulation.services.values():
         state = states[service.name]
+        because = "what comes to it is the same" if service.why is None else words.of(service.why)
         found = [] if state is None else list(islice(differences(*state), None if details else SHOWN_MAX + 1))
         services.append(
             ServiceOutcome(
                 service.name,
                 service.name in logs.changes,
-                _because(service, logs, words),
+                "its code is changed" if service.name in logs.changes else because,
                 service.messages,
-                sum(service.equal.values()),
+                service.equal,
                 words.first(service),
                 list(by_service.get(service.name, {}).values()),
                 _fates(service),
@@ -331,28 +329,14 @@ def _outcome(
                 service.stopped,
             )
         )
-    effects = [
-        {"service": one.service, "effect": one.words, "outcome": one.outcome, "time": time_text(one.time_ns)}
-        for one in simulation.effects
-    ]
-    unanswered = [
-        {
-            "service": one.call.service,
-            "to": one.call.to,
-            "call": str(one.call),
-            "outcome": one.outcome,
-            "time": time_text(one.time_ns),
-        }
-        for one in simulation.unanswered
-    ]
     return FleetOutcome(
-        any(one.is_different for one in services) or bool(effects or unanswered) or simulation.broken is not None,
+        any([*(one.is_different for one in services), simulation.effects, simulation.unanswered, simulation.broken]),
         services,
         sorted(logs.sources.keys() - simulation.services.keys()),
         _tree(simulation, words),
         clients,
-        effects,
-        unanswered,
+        simulation.effects,
+        simulation.unanswered,
         _broken(simulation.broken, words),
         None,
         _broken(simulation.prefix, words),
@@ -377,15 +361,9 @@ def _hours(simulation: Simulation, words: _Words) -> list[Hour]:
                 for output in outputs:
                     hour(name, destination, output.message, service.log.time_of(place[0])).recorded += 1
     for one in simulation.differences:
-        found = hour(one.service, one.destination, one.new or one.old or b"", one.time_ns)
+        found = hour(one.service, one.destination, one.message, one.time_ns)
         setattr(found, one.kind, getattr(found, one.kind) + 1)
     return [hours[key] for key in sorted(hours)]
-
-
-def _because(service: Service, logs: Logs, words: _Words) -> str:
-    if service.name in logs.changes:
-        return "its code is changed"
-    return "what comes to it is the same" if service.why is None else words.of(service.why)
 
 
 def _broken(found: Broken | None, words: _Words) -> BrokenCheck | None:
@@ -403,25 +381,16 @@ def _place(place: Place) -> tuple[int | None, int | None]:
 def _fates(service: Service) -> list[Fate]:
     """Return calls that fail in one of the runs, or differently in both; an execution is one call wherever it fails."""
     was, now = (
-        {("task", one.task) if one.task else one.key: one for one in verdicts if not service.player.is_told(one)}
+        {("task", one.task) if one.task else one.key: one for one in verdicts if not not_of_code(one)}
         for verdicts in (service.recorded.verdicts.values(), service.verdicts.values())
     )
-    groups: dict[tuple[str, str], Fate] = {}
-    for key in {**was, **now}:
-        old, new = was.get(key), now.get(key)
-        if new is None or old is None:
-            fate = "would fail" if old is None else "would not fail"
-        elif (old.kind, old.type_name, old.text) != (new.kind, new.type_name, new.text):
-            fate = "would fail in another way"
-        else:
-            continue
-        one = new or old
-        assert one is not None
-        record, message = _place(one.key[:2])
+    fates = []
+    for group in group_outcomes((was.get(key), now.get(key)) for key in {**was, **now}):
+        record, message = _place(group.first.key[:2])
         where = "a call that the log does not have" if record is None else f"record {record}, message {message}"
-        group = (one.method or "a message", fate)
-        groups.setdefault(group, Fate(*group, 0, f"{where}: {format_failure(one)}")).count += 1
-    return list(groups.values())
+        example = f"{where}: {format_failure(group.first)}"
+        fates.append(Fate(group.method or "a message", group.fate.would_be, group.count, example))
+    return fates
 
 
 def _known(text: str) -> str:
@@ -441,7 +410,7 @@ class _Words:
         return {**one.recorded.methods, **one.player.methods}
 
     def kind_of(self, one: Difference) -> tuple[str, str]:
-        return self.kind(one.service, one.destination, one.new or one.old or b"")
+        return self.kind(one.service, one.destination, one.message)
 
     def kind(self, service: str, destination: str, message: bytes) -> tuple[str, str]:
         """Return the receiver and the handler of a call."""
@@ -504,7 +473,6 @@ class _Words:
 
 
 def _tree(simulation: Simulation, words: _Words) -> list[Consequence]:
-    """Build the tree of consequences, calls of one kind with one cause together."""
     nodes: dict[tuple[Any, ...], Consequence] = {}
     roots: list[Consequence] = []
     paths: list[tuple[Any, ...]] = []

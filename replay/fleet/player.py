@@ -32,7 +32,7 @@ from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, decode_trailer
 from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
 from immortal.replay.host import LocalRun
-from immortal.replay.plan import OWN_VERSION, ReplayError, ReplayPlan, Route, never_was, plan_route, usable_checkpoints
+from immortal.replay.plan import OWN_VERSION, ReplayError, ReplayPlan, Route, never_was, plan_first, usable_checkpoints
 from immortal.replay.result import Sink
 from immortal.replay.session import Ended, Event, NumbersDrawn, Outputs, VerdictGiven
 from immortal.replay.verify import ProvingSink
@@ -157,13 +157,10 @@ def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
     if not_after_ns is not None:
         early = [one for one in headers if one.time_ns <= not_after_ns]
         headers = [*reversed(early), *headers[len(early) :]]
-    problems = []
-    for header in headers:
-        try:
-            return plan_route(ReplayPlan(header.checkpoint_id, follow=True), source, summary)
-        except ReplayError as error:
-            problems.append(str(error))
-    raise ReplayError(f"{name}: {problems[0] if problems else 'the log has no sound checkpoint to begin at'}")
+    try:
+        return plan_first([one.checkpoint_id for one in headers], source, summary, ReplayPlan(follow=True))
+    except ReplayError as error:
+        raise ReplayError(f"{name}: {error}") from None
 
 
 _running = False
@@ -209,7 +206,7 @@ class Player(LocalRun):
         header = route.checkpoint
         if is_new and definition.version not in (header.version, *(one.version for one in route.versions)):
             route = Route(header, None, upgrade_to=OWN_VERSION)
-        tells = _not_of_code if is_new else lambda verdict: True
+        tells = not_of_code if is_new else lambda verdict: True
         super().__init__(source, route, definition, sink, now_ns=header.time_ns, tells=tells, outsiders=outsiders)
         assert isinstance(self.app.dispatcher, TracingDispatcher)
         self.dispatcher = self.app.dispatcher
@@ -226,10 +223,6 @@ class Player(LocalRun):
     @cached_property
     def methods(self) -> Methods:
         return all_method_names(self.definition)
-
-    @property
-    def instance(self) -> Any:
-        return self.app.instance
 
     @property
     def next_due_ns(self) -> int | None:
@@ -291,10 +284,6 @@ class Player(LocalRun):
             request.raised(error)
             return found[0], f"raised {type(error).__name__}: {error}"
 
-    def is_told(self, verdict: Verdict) -> bool:
-        """Return True if the run got the verdict, and so skipped the message."""
-        return _not_of_code(verdict)
-
     def finish(self, last_sequence_id: int) -> bytes:
         """End the run, and return the state. Raises ReplayError if it can't be saved."""
         if self.ended is None:
@@ -340,8 +329,8 @@ class Player(LocalRun):
             self._turn.stopped = f"{place}: {event.failure.text}"
 
 
-def _not_of_code(verdict: Verdict) -> bool:
-    """Return True if other code can't change the verdict, or must not run the message in this process."""
+def not_of_code(verdict: Verdict) -> bool:
+    """Return True if other code can't change the verdict, or must not run the message here: it is skipped."""
     return verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
 
 

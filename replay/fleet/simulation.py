@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from immortal.appsdk.handlers.definition import Definition
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.log.reader import RecordSource
@@ -21,15 +20,14 @@ from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
 from immortal.replay.fleet.calls import CallComparison
 from immortal.replay.fleet.model import (
     DELAY_NS,
-    AskedEffect,
     Broken,
     Difference,
     Logs,
+    Row,
     Rules,
     Sent,
     Service,
     Stream,
-    UnansweredCall,
 )
 from immortal.replay.fleet.player import (
     FIRST_OTHER_NUMBER,
@@ -93,15 +91,15 @@ class Simulation:
         self.services: dict[str, Service] = {}
         self.differences: list[Difference] = []
         self._calls = CallComparison(self.differences)
-        self.effects: list[AskedEffect] = []
-        self.unanswered: list[UnansweredCall] = []
+        self.effects: list[Row] = []
+        self.unanswered: list[Row] = []
         self.broken: Broken | None = None
         self.prefix: Broken | None = None  # the first break where the record has none
         self.breaks: set[tuple[str, int]] = set()  # records, by service, behind which the check does not hold
         self._broke_then = False  # behind the last record of a log
         self._slots: Sequence[Slot] = ()  # that were given last
         self.notes: list[str] = []
-        self._logs = logs
+        self.logs = logs
         self._rules = rules
         self._seed = seed
         self._recorded = recorded
@@ -119,7 +117,7 @@ class Simulation:
     def run(self) -> None:
         """Run to the end of the logs and of all consequences. Raises ReplayError."""
         everything = self._rules.check is not None
-        for name in self._logs.sources if everything else [*self._logs.changes, *self._early]:
+        for name in self.logs.sources if everything else [*self.logs.changes, *self._early]:
             self._join(name, None)
         while self._step():
             if self._other_count > OTHER_MESSAGES_MAX:
@@ -136,13 +134,6 @@ class Simulation:
                 )
             for place, cause in sorted(service.open.items()):
                 self._calls.miss(service, place, cause)
-
-    def code(self, name: str) -> Definition:
-        """Return the class that made the log of the service ``name``."""
-        return self._logs.code(name)
-
-    def has_log(self, name: str) -> bool:
-        return name in self._logs.sources
 
     def close(self) -> None:
         for service in self.services.values():
@@ -191,15 +182,15 @@ class Simulation:
     def _join(self, name: str, why: int | None) -> Service:
         if (service := self.services.get(name)) is not None:
             return service
-        source = self._logs.sources[name]
-        changed = self._logs.changes.get(name)
-        route = first_checkpoint(source, self._logs.begin_ns if changed is not None else None)
+        source = self.logs.sources[name]
+        changed = self.logs.changes.get(name)
+        route = first_checkpoint(source, self.logs.begin_ns if changed is not None else None)
         if (recorded := self._recorded.get(name)) is None:
-            log = Log(source, route.checkpoint, self._logs.to_ns)
-            recorded = Recorded(log, route, self._logs.code(name), self._logs.outsiders)
+            log = Log(source, route.checkpoint, self.logs.to_ns)
+            recorded = Recorded(log, route, self.logs.code(name), self.logs.outsiders)
             self._recorded[name] = recorded
-        definition = changed or self._logs.code(name)
-        player = Player(source, route, definition, Sink(), is_new=True, outsiders=self._logs.outsiders)
+        definition = changed or self.logs.code(name)
+        player = Player(source, route, definition, Sink(), is_new=True, outsiders=self.logs.outsiders)
         service = Service(name, recorded, player, why, time_ns=recorded.log.begin_ns)
         service.state_cause = why
         service.joined_ns = -1 if why is None else self._now_ns
@@ -253,7 +244,7 @@ class Simulation:
                 service.open[place] = why = self._why_absent(sender, service.name, slot.position)
                 for destination, outputs in service.recorded.made.get(place, {}).items():
                     self._require_not_taken(service, destination, outputs[0].position)
-                    if service.receiver(destination) in self._logs.sources:
+                    if service.receiver(destination) in self.logs.sources:
                         self._join(service.receiver(destination), why)
             else:
                 causes[index] = sent.difference
@@ -392,7 +383,7 @@ class Simulation:
         for place in places:
             if (cause := causes.get(place[1])) is not None:
                 service.state_cause = cause
-                if service.why is None and service.name not in self._logs.changes:
+                if service.why is None and service.name not in self.logs.changes:
                     service.why = cause
         made: dict[tuple[str, Place], list[bytes]] = {}
         for output in turn.outputs:
@@ -408,14 +399,14 @@ class Simulation:
         }
         for destination, place in {**made, **was}:
             cause = causes.get(place[1])
-            if cause is None and service.name not in self._logs.changes:
+            if cause is None and service.name not in self.logs.changes:
                 cause = service.state_cause
             old, new = was.get((destination, place), []), made.get((destination, place), [])
             calls = self._calls.compare(service, destination, place, old, new, cause, time_ns, is_other=is_other)
             for position, message, number in calls:
                 if message is not None:
                     self._send(service, destination, message, position, number, time_ns, in_time=not is_other)
-                elif service.receiver(destination) in self._logs.sources:
+                elif service.receiver(destination) in self.logs.sources:
                     self._require_not_taken(service, destination, position or 0)
                     self._join(service.receiver(destination), number)
         self._look_at_timers(service)
@@ -440,7 +431,7 @@ class Simulation:
         in_time: bool,
     ) -> None:
         name = service.receiver(destination)
-        if name not in self._logs.sources:
+        if name not in self.logs.sources:
             if number is not None:
                 self._answer(service, destination, message, time_ns)
             return
@@ -487,7 +478,7 @@ class Simulation:
 
     def _answer(self, service: Service, destination: str, message: bytes, time_ns: int) -> None:
         """Answer a call to a service without a log, if its caller waits."""
-        if destination in self._logs.outsiders:
+        if destination in self.logs.outsiders:
             return
         answered = self._rules.answered(service, destination, message, time_ns)
         if answered is None:
@@ -556,7 +547,7 @@ class Simulation:
         if self._rules.check is None or self.prefix is not None:
             return
         states = {name: one.player.instance for name, one in self.services.items()}
-        if len(states) < len(self._logs.sources) or any(one is None for one in states.values()):
+        if len(states) < len(self.logs.sources) or any(one is None for one in states.values()):
             return
         try:
             text = "it returned False" if self._rules.check(states) is False else ""

@@ -11,7 +11,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -23,12 +23,12 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.log.record_contents import read_record
 from immortal.protocol import decoding
-from immortal.protocol.extensions import Origin
 from immortal.protocol.trailer import Trailer
 from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
 from immortal.replay.app_process import default_app, own_code_at_end
 from immortal.replay.plan import LogViewError, usable_checkpoints
 from immortal.replay.result import Sink
+from immortal.replay.session import KeptImpulses, Outputs
 from immortal.replay.trace.messages import Executed, Source, executed
 from immortal.replay.trace.spans import DrawCollector, RecordDraws, Waits
 
@@ -120,20 +120,15 @@ class _CausesSink(Sink):
             packed = msgspec.msgpack.encode(drawn)
             self._drawn.write(_SIZE.pack(len(packed)) + packed)
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
-        if origins is None:
-            self._add(destination, first_position, _UNKNOWN, 0)
-            return
-        position = first_position
-        for origin in origins:
-            self._add(destination, position, origin.sequence_id, origin.message_index)
+    def outputs(self, made: Outputs) -> None:
+        position = made.first_position
+        for origin in made.origins or ():
+            self._add(made.destination, position, origin.sequence_id, origin.message_index)
             position += origin.count
-        self._add(destination, position, _UNKNOWN, 0)
+        self._add(made.destination, position, _UNKNOWN, 0)
 
-    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
-        self._add(destination, first_position, _UNKNOWN, 0)
+    def impulses(self, kept: KeptImpulses) -> None:
+        self._add(kept.destination, kept.first_position, _UNKNOWN, 0)
 
     def _add(self, destination: str, position: int, record: int, message: int) -> None:
         """Write a row. It replaces an earlier row of the same position, since a search finds the last one."""
@@ -274,21 +269,19 @@ class ShadowReplay(Sink):
             self._seen = sequence_id
             self._messages += messages
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
+    def outputs(self, made: Outputs) -> None:
         with self._lock:
-            made = self._made[destination or self.instance]
-            position = first_position
-            for origin in origins or ():
-                made.add(position, origin.sequence_id, origin.message_index)
+            stream = self._made[made.destination or self.instance]
+            position, end = made.first_position, made.first_position + made.count
+            for origin in made.origins or ():
+                stream.add(position, origin.sequence_id, origin.message_index)
                 position += origin.count
-            if position < first_position + count:
-                made.add(position, _UNKNOWN, 0)
-            made.known = first_position + count - 1
+            if position < end:
+                stream.add(position, _UNKNOWN, 0)
+            stream.known = end - 1
 
-    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
+    def impulses(self, kept: KeptImpulses) -> None:
         with self._lock:
-            made = self._made[destination or self.instance]
-            made.add(first_position, _UNKNOWN, 0)
-            made.known = max(made.known, first_position + count - 1)
+            stream = self._made[kept.destination or self.instance]
+            stream.add(kept.first_position, _UNKNOWN, 0)
+            stream.known = max(stream.known, kept.first_position + kept.count - 1)

@@ -12,6 +12,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import islice
 from typing import IO, Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -24,14 +25,7 @@ from immortal.replay.trace.spans import Span, Spans
 SPANS_MAX = 512  # per request
 TIMEOUT_S = 30.0
 _INTERNAL, _CLIENT, _PRODUCER, _CONSUMER = 1, 3, 4, 5
-_KINDS = {
-    "call": _PRODUCER,
-    "handler": _CONSUMER,
-    "effect": _CLIENT,
-    "timer": _INTERNAL,
-    "queue": _INTERNAL,
-    "commit": _INTERNAL,
-}
+_KINDS = {"call": _PRODUCER, "handler": _CONSUMER, "effect": _CLIENT}  # others are internal
 _TRACES_PATH = "/v1/traces"
 
 Send = Callable[[bytes], None]
@@ -39,16 +33,10 @@ Send = Callable[[bytes], None]
 
 def send_all(spans: Iterable[Span], send: Send) -> int:
     """Send all spans, SPANS_MAX per request, and return their number."""
-    count = 0
-    waiting: list[Span] = []
-    for span in spans:
-        waiting.append(span)
-        count += 1
-        if len(waiting) == SPANS_MAX:
-            send(request_of(waiting))
-            waiting.clear()
-    if waiting:
-        send(request_of(waiting))
+    count, rest = 0, iter(spans)
+    while some := list(islice(rest, SPANS_MAX)):
+        send(request_of(some))
+        count += len(some)
     return count
 
 
@@ -73,7 +61,7 @@ def _span(span: Span) -> dict[str, Any]:
         "spanId": span.span_id,
         **parent,
         "name": span.name,
-        "kind": _KINDS[span.kind],
+        "kind": _KINDS.get(span.kind, _INTERNAL),
         "startTimeUnixNano": str(span.start_ns),  # OTLP JSON has 64-bit numbers as strings
         "endTimeUnixNano": str(span.end_ns),
         "attributes": _attributes(span.attributes),
@@ -132,14 +120,7 @@ def to_endpoint(url: str) -> Send:
 WIDTH_NS_MAX = 10_000
 BATCH_WIDTH_NS = 1_000
 _HANDLED = 1  # the thread ID of the lane "handled"
-_CATEGORIES = {
-    "call": "on its way",
-    "handler": "waited for",
-    "effect": "effect",
-    "timer": "timer",
-    "queue": "queue",
-    "commit": "commit",
-}
+_CATEGORIES = {"call": "on its way", "handler": "waited for"}  # others are called as their kind
 _DAY_NS = 86_400_000_000_000
 
 Event = dict[str, Any]
@@ -230,7 +211,7 @@ class _TraceEvents:
                 return
             self._committed[span.instance] = record
         front = {
-            "cat": _CATEGORIES[span.kind],
+            "cat": _CATEGORIES.get(span.kind, span.kind),
             "name": span.name,
             "id": span.span_id,
             "pid": self._process(span.instance),

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
+from immortal.coordinator.config import write_atomically
 from immortal.protocol import decoding
-from immortal.protocol.files import opener
 from immortal.protocol.trailer import BatchKind
 from immortal.replay.plan import LogViewError
 from immortal.replay.trace.causes import ShadowReplay
 from immortal.replay.trace.exporters import Send, send_all
 from immortal.replay.trace.messages import Executed, Source, by_time
 from immortal.replay.trace.spans import Span, Spans, Waits, handler_id
+
+T = TypeVar("T")
 
 POLL_S = 0.2
 GRACE_S = 5.0
@@ -55,35 +58,24 @@ class Positions:
         """Record ``first`` of each source as its next record. Raises OSError."""
         for source in sources:
             self._next[source.instance] = [source.reader.identity.committer_id, source.first or 0]
-        if self._path is None:
-            return
-        new = self._path.with_name(f"{self._path.name}.new")
-        with open(new, "w", encoding="utf-8", opener=opener) as file:
-            json.dump(self._next, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
+        if self._path is not None:
+            write_atomically(self._path, json.dumps(self._next).encode())
 
 
-class _SpanSender:
+@dataclass(eq=False)
+class _SpanSender(Generic[T]):
     """Sender of spans of logs, round by round, to an endpoint that can be unreachable for a while.
 
     ``wait(seconds)``: returns True if the sender must end. ``say``: receives problems.
     """
 
-    def __init__(
-        self,
-        to: Send,
-        positions: Positions,
-        wait: Callable[[float], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        self.sent = 0
-        self._to = to
-        self._positions = positions
-        self._wait = wait
-        self._say = say
-        self._spans = Spans()
+    _logs: Sequence[T]
+    _to: Send
+    _positions: Positions
+    _wait: Callable[[float], bool]
+    _say: Callable[[str], None]
+    _spans: Spans = field(init=False, default_factory=Spans)
+    sent: int = field(init=False, default=0)
 
     def run(self) -> None:
         """Send spans until ``wait`` returns True. Raises LogError, OSError, the errors of a replay."""
@@ -111,37 +103,26 @@ class _SpanSender:
                 delay_s = min(2 * delay_s, RETRY_S_MAX)
 
 
-class Follower(_SpanSender):
-    """Follower of logs, without replays. ``sources``: each with its ``first`` record."""
-
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        to: Send,
-        positions: Positions,
-        wait: Callable[[float], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        super().__init__(to, positions, wait, say)
-        self._sources = sources
+class Follower(_SpanSender[Source]):
+    """Follower of logs, without replays: of sources, each with its ``first`` record."""
 
     def _round(self) -> bool:
         while self._choose():
-            spans = [span for message in by_time(self._sources) for span in self._spans.of(message)]
+            spans = [span for message in by_time(self._logs) for span in self._spans.of(message)]
             if self._send(spans):
                 return True
-            for source in self._sources:
+            for source in self._logs:
                 for problem in source.problems:
                     self._say(f"left out: {problem}")
                 source.problems.clear()
                 source.first = (source.last or 0) + 1
-            self._positions.note(self._sources)
+            self._positions.note(self._logs)
         return False
 
     def _choose(self) -> bool:
         """Set the last record of each source for the next round; return False if no source has a new one."""
         any_new = False
-        for source in self._sources:
+        for source in self._logs:
             begin, (first_kept, end) = source.first or 0, source.reader.ends()
             if begin < first_kept:
                 self._say(f"left out: {source.instance}: records {begin} to {first_kept - 1} were trimmed before")
@@ -151,46 +132,39 @@ class Follower(_SpanSender):
         return any_new
 
 
-class ShadowFollower(_SpanSender):
+@dataclass(eq=False)
+class ShadowFollower(_SpanSender[ShadowReplay]):
     """Follower of logs with replays: a message waits until its cause is known, GRACE_S at most."""
 
-    def __init__(
-        self,
-        logs: Sequence[ShadowReplay],
-        to: Send,
-        positions: Positions,
-        wait: Callable[[float], bool],
-        say: Callable[[str], None],
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(to, positions, wait, say)
-        self._logs = {log.instance: log for log in logs}
-        self._clock_s = clock_s
+    clock_s: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._by_name = {log.instance: log for log in self._logs}
         self._spans = Spans(self)
         self._waiting: list[tuple[float, Executed]] = []  # (waiting since, message)
 
     def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         """Return the cause of a call, like :class:`immortal.replay.trace.spans.Causes`."""
-        log = self._logs.get(caller)
+        log = self._by_name.get(caller)
         cause = None if log is None else log.cause(receiver, position)[1]
         return None if log is None or cause is None else (log.committer_id, *cause)
 
     def waits(self, instance: str) -> Waits | None:
-        log = self._logs.get(instance)
+        log = self._by_name.get(instance)
         return None if log is None else log.waits
 
     def run(self) -> None:
-        for log in self._logs.values():
+        for log in self._logs:
             log.start()
         try:
             super().run()
         finally:
-            for log in self._logs.values():
+            for log in self._logs:
                 log.stop()
 
     def _round(self) -> bool:
-        now_s = self._clock_s()
-        for log in self._logs.values():
+        now_s = self.clock_s()
+        for log in self._logs:
             self._waiting += [(now_s, message) for message in log.take()]
         self._waiting.sort(key=lambda one: one[1].time_ns)
         spans: list[Span] = []
@@ -207,18 +181,18 @@ class ShadowFollower(_SpanSender):
             return False
         if self._send(spans):
             return True
-        for log in self._logs.values():
+        for log in self._logs:
             records = [one.sequence_id for _, one in self._waiting if one.instance == log.instance]
             log.source.first = min([log.taken + 1, *records])
-        self._positions.note([log.source for log in self._logs.values()])
+        self._positions.note([log.source for log in self._logs])
         return False
 
     def _is_ready(self, message: Executed) -> bool:
-        own = self._logs[message.instance]
+        own = self._by_name[message.instance]
         is_wait = message.effect is not None or message.told_ns is not None
         if is_wait and not own.knows_waits(message.sequence_id):
             return False
-        log = self._logs.get(message.caller)
+        log = self._by_name.get(message.caller)
         if log is None or message.kind != BatchKind.STREAM:
             return True
         is_known, cause = log.cause(message.instance, message.position)

@@ -151,7 +151,7 @@ class Timings:
                 segment.is_news = False
                 self.problems.append(f"{segment.path} has damaged rows: they are passed over")
             found = rows + found
-            if rows and not segment.begins_with(rows[0]):
+            if rows and segment.row(0) != rows[0]:
                 break
         return found
 
@@ -179,7 +179,7 @@ class _Segment:
         at = self._first_from(sequence_id)
         damaged = 0
         while at < self._count:
-            row = self._row(at)
+            row = self.row(at)
             at += 1
             if row is None:
                 damaged += 1
@@ -195,11 +195,8 @@ class _Segment:
     @cached_property
     def _bounds(self) -> tuple[int, int]:
         """The first and the last record; the last is sys.maxsize if the last row is damaged."""
-        last = self._row(self._count - 1)
+        last = self.row(self._count - 1)
         return self._sequence_id(0), sys.maxsize if last is None else last.sequence_id
-
-    def begins_with(self, row: TimingRow) -> bool:
-        return self._row(0) == row
 
     def _read(self, offset: int, size_bytes: int) -> bytes:
         """Read bytes of the file. It is not kept open (there can be many) nor mapped, so that disk failures raise."""
@@ -226,12 +223,12 @@ class _Segment:
     def _sequence_id(self, at: int) -> int:
         """Return the sequence ID of the first undamaged row from ``at`` on."""
         for damaged in range(self._count - at):
-            if (row := self._row(at + damaged)) is not None:
+            if (row := self.row(at + damaged)) is not None:
                 return row.sequence_id
             self._check(damaged)
         return sys.maxsize
 
-    def _row(self, at: int) -> TimingRow | None:
+    def row(self, at: int) -> TimingRow | None:
         block, start = at // BLOCK_ROWS, at % BLOCK_ROWS * ROW_SIZE_BYTES
         if block != self._block:
             offset = HEADER_SIZE_BYTES + block * BLOCK_ROWS * ROW_SIZE_BYTES

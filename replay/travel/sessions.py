@@ -85,10 +85,7 @@ class Sessions:
             session.close()
 
     def close(self) -> None:
-        with self._lock:
-            sessions, self._sessions = list(self._sessions.values()), {}
-        for session in sessions:
-            session.close()
+        self._end(lambda key: True)
 
     def _session(self, key: _Key) -> _Session:
         closed: list[_Session] = []
@@ -191,7 +188,6 @@ class _Session:
         )
 
     def _with_said(self, text: str) -> str:
-        """Return ``text`` with the end of the process's stderr."""
         size = os.fstat(self._said.fileno()).st_size
         said = os.pread(self._said.fileno(), SAID_CHARACTERS_MAX, max(0, size - SAID_CHARACTERS_MAX))
         os.ftruncate(self._said.fileno(), 0)
@@ -223,6 +219,13 @@ CPU_S_MAX = 3600
 MEMORY_VARIABLE = "IMMORTAL_TRAVEL_MEMORY_MB"
 
 
+ASKS = {
+    *("overview", "moment", "between", "evaluate", "find", "last_change", "change_behind_checkpoint", "had", "line"),
+    *("minimal", "watch", "origin"),
+}
+"""Methods of :class:`MomentExplorer` that answer questions."""
+
+
 class Question(msgspec.Struct):
     ask: str
     given: dict[str, Any] = msgspec.field(name="with", default={})
@@ -243,7 +246,11 @@ def main(home: str, name: str, app: str) -> None:
             try:
                 if traveller is None:
                     traveller = _traveller(Registry(home).load(name), app, stack)
-                _answer(answers, {"answer": _asked(traveller, decoding.decode_json(line, type=Question))})
+                question = decoding.decode_json(line, type=Question)
+                if question.ask not in ASKS:
+                    raise ReplayError(f"{question.ask!r} is no question: {', '.join(sorted(ASKS))} are")
+                traveller.begin(question.question_s)
+                _answer(answers, {"answer": getattr(traveller, question.ask)(**question.given)})
             except (ImmortalError, AppError) as error:
                 _answer(answers, {"error": str(error)})
             except MemoryError:
@@ -270,25 +277,6 @@ def _traveller(settings: InstanceSettings, app: str, stack: ExitStack) -> Moment
         raise
     stack.callback(reader.close)
     return made
-
-
-def _asked(traveller: MomentExplorer, question: Question) -> Any:
-    asks: dict[str, Callable[..., Any]] = {
-        "overview": traveller.overview,
-        "moment": traveller.moment,
-        "between": traveller.between,
-        "evaluate": traveller.evaluate,
-        "find": traveller.find,
-        "last_change": traveller.last_change,
-        "change_behind_checkpoint": traveller.change_behind_checkpoint,
-        "had": traveller.had,
-        "line": traveller.line,
-        "minimal": traveller.minimal,
-        "watch": traveller.watch,
-        "origin": traveller.origin,
-    }
-    traveller.begin(question.question_s)
-    return asks[question.ask](**question.given)
 
 
 def _answer(answers: IO[bytes], answer: dict[str, Any]) -> None:

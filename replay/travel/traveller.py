@@ -17,7 +17,7 @@ from immortal.appsdk.running.runner import load_or_report
 from immortal.appsdk.running.tracing import TracingOutbox
 from immortal.appsdk.state.tree import Difference, Fields, Tree, differences, tree
 from immortal.coordinator.core.formatting import format_call
-from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.core.interfaces import CheckpointHeader, OutputMark
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, message_at, record_of, rpcs
 from immortal.protocol.messages import IncomingRpc
@@ -39,7 +39,7 @@ from immortal.replay.travel.values import (
     text_of,
     value_at,
 )
-from immortal.replay.travel.walk import Walk, name_of
+from immortal.replay.travel.walk import Behind, Walk, name_of
 
 At = tuple[int, int]
 Values = dict[str, Any]
@@ -230,11 +230,9 @@ class MomentExplorer:
                 hit = sequence_id, index
 
         for checkpoint in reversed(self._checkpoints(at[0] - 1)):
-            walk = Walk(self._source, self._definition, checkpoint)
-            for record in range(checkpoint.sequence_id + 1, upper + 1):
-                walk.advance(record, behind)
-                if self._is_late():
-                    return {"at": hit, "looked": checkpoint.sequence_id + 1, "is_cut": True}
+            self._go_on(Walk(self._source, self._definition, checkpoint), upper, behind)
+            if self._is_late():
+                return {"at": hit, "looked": checkpoint.sequence_id + 1, "is_cut": True}
             if hit is not None:
                 break
             upper = checkpoint.sequence_id
@@ -251,7 +249,9 @@ class MomentExplorer:
         now = part_of(self._states[at], steps)
         start, is_oldest = self._checkpoint_before_change(record - 1, steps, now)
         walk = Walk(self._source, self._definition, start)
-        upper = self._upper(start, record, steps, now)
+        later = [one for one in self._checkpoints(record - 1) if one.sequence_id > start.sequence_id]
+        has_value_then = bool(later) and same(self._value(later[0], steps), now)
+        upper = later[0].sequence_id if has_value_then else record  # the end of the part to replay
         found, _ = self._change_on(walk, upper, at, steps)
         if found is None:
             return {"at": None, "since": start.sequence_id if is_oldest else None, "is_cut": walk.reached < upper}
@@ -274,10 +274,7 @@ class MomentExplorer:
                     found = (sequence_id, message), before, value
                 before = value
 
-        for each in range(walk.reached + 1, upper + 1):
-            walk.advance(each, behind)
-            if self._is_late():
-                break
+        self._go_on(walk, upper, behind)
         return found, before
 
     def change_behind_checkpoint(self, record: int, index: int | None, path: str) -> Values:
@@ -359,10 +356,7 @@ class MomentExplorer:
                 known = len(task.entries)
                 places.append((sequence_id, at))
 
-        for each in range(walk.reached + 1, record + 1):
-            walk.advance(each, behind)
-            if self._is_late():
-                break
+        self._go_on(walk, record, behind)
         between = [at for at in places if (began[0], began[1]) < at < (record, index)]
         return {"had": [[*at, self._words(*at)] for at in between], "is_cut": walk.reached < record}
 
@@ -385,11 +379,6 @@ class MomentExplorer:
             else:
                 low = middle
         return (kept[0], True) if low < 0 else (kept[low], False)
-
-    def _upper(self, start: CheckpointHeader, record: int, steps: list[Step], now: Tree) -> int:
-        """Return the end of the part to replay: the next checkpoint if it has the value, else ``record``."""
-        later = [one for one in self._checkpoints(record - 1) if one.sequence_id > start.sequence_id]
-        return later[0].sequence_id if later and same(self._value(later[0], steps), now) else record
 
     def _value(self, checkpoint: CheckpointHeader, steps: list[Step]) -> Tree:
         walk = Walk(self._source, self._definition, checkpoint)
@@ -422,7 +411,9 @@ class MomentExplorer:
         ``number`` in the answer: which of its outputs to there, from 0. ``record``: its code is used, see
         :class:`Sessions`.
         """
-        kept = [one for one in self._checkpoints() if _position(one, destination) < position]
+        kept = [
+            one for one in self._checkpoints() if one.outputs.get(destination, OutputMark(0, 0)).position < position
+        ]
         if not kept:
             return {"at": None, "is_cut": False}
         walk = Walk(self._source, self._definition, kept[-1])
@@ -473,6 +464,13 @@ class MomentExplorer:
         }
 
     # --- the log -----------------------------------------------------------------------------------------------------
+
+    def _go_on(self, walk: Walk, last: int, behind: Behind) -> None:
+        """Walk on to the record ``last``, or as far as there is time for."""
+        for record in range(walk.reached + 1, last + 1):
+            walk.advance(record, behind)
+            if self._is_late():
+                break
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._end_s
@@ -537,27 +535,22 @@ def _before(at: At) -> At:
     return at[0], at[1] - 1
 
 
-def _position(checkpoint: CheckpointHeader, destination: str) -> int:
-    mark = checkpoint.outputs.get(destination)
-    return 0 if mark is None else mark.position
-
-
 def _changes(before: Fields, after: Fields) -> list[Difference]:
     return list(islice(differences(before, after), DIFFERENCES_MAX + 1))
 
 
 def _told(changes: list[Difference]) -> Values:
     return {
-        "changes": [_change(one.path, one.old, one.new) for one in changes[:DIFFERENCES_MAX]],
+        "changes": [
+            {"path": one.path, "old": _side(one.path, one.old), "new": _side(one.path, one.new)}
+            for one in changes[:DIFFERENCES_MAX]
+        ],
         "changes_more": len(changes) > DIFFERENCES_MAX,
     }
 
 
-def _change(path: str, old: Any, new: Any) -> Values:
-    def text(value: Any) -> str | None:
-        return None if repr(value) == "ABSENT" else text_at(path, value)
-
-    return {"path": path, "old": text(old), "new": text(new)}
+def _side(path: str, value: Any) -> str | None:
+    return None if repr(value) == "ABSENT" else text_at(path, value)
 
 
 def _messages_made(walk: Walk) -> Iterator[tuple[At, str, int, bytes]]:

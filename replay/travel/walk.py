@@ -63,10 +63,6 @@ class Walk(LocalRun):
         """Last record that was handled."""
         return self.session.fed_sequence_id
 
-    @property
-    def instance(self) -> Any:
-        return self.app.instance
-
     def state(self, instance: object | None = None) -> Fields:
         """Return the state now, as a tree. Raises StateError."""
         dispatcher = self.app.dispatcher

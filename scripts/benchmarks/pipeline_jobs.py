@@ -20,7 +20,7 @@ from immortal.pipeline.jobs.sources import open_fleet
 from immortal.pipeline.jobs.stats import stats
 from immortal.pipeline.jobs.verify import verify
 from immortal.pipeline.session import session
-from immortal.pipeline.synthetic_logs import Fleet, write_fleet
+from tests.helpers.synthetic_logs import Fleet, write_fleet
 
 Result = TypeVar("Result")
 

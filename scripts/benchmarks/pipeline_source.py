@@ -27,10 +27,10 @@ from immortal.bench.processes import hear, start_module
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.log import RowLogStore, create_log, open_reader
 from immortal.pipeline.session import session
-from immortal.pipeline.synthetic_logs import Input, PlannedRecord, encode_planned
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import RpcType, encode_incoming_rpc
 from immortal.protocol.trailer import BatchKind, OutputMarkEntry
+from tests.helpers.synthetic_logs import Input, PlannedRecord, encode_planned
 
 _COMMITTER_ID = 7
 _MODULE = "scripts.benchmarks.pipeline_source"

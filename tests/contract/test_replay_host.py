@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +19,6 @@ from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import LogReader, create_log, open_reader, verify_value
 from immortal.protocol.checksum import crc64
-from immortal.protocol.extensions import Origin
 from immortal.protocol.messages import (
     MessageType,
     decode_messages,
@@ -43,6 +42,7 @@ from immortal.replay import (
 )
 from immortal.replay.app_process import diff_states, show_state
 from immortal.replay.plan import OWN_VERSION
+from immortal.replay.session import KeptImpulses, Outputs
 from immortal.replay.verify import verify_section
 from tests.helpers.core import Driven, checkpoint, first_start, records
 from tests.helpers.recorded import Instances, load_module, write_module
@@ -117,19 +117,17 @@ class Recording(Sink):
     def record(self, sequence_id: int, value: bytes, trailer: object) -> None:
         self.fed.append(sequence_id)
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
-        made_by = [(one.sequence_id, one.message_index) for one in origins or () for _ in range(one.count)]
-        assert not made_by or len(made_by) == count
+    def outputs(self, made: Outputs) -> None:
+        made_by = [(one.sequence_id, one.message_index) for one in made.origins or () for _ in range(one.count)]
+        assert not made_by or len(made_by) == made.count
         start = 0
-        for index, (_, _, end) in enumerate(decode_messages(payload)):
-            entry = (first_position + index, payload[start:end], made_by[index] if made_by else None)
-            self.made.setdefault(destination, []).append(entry)
+        for index, (_, _, end) in enumerate(decode_messages(made.payload)):
+            entry = (made.first_position + index, made.payload[start:end], made_by[index] if made_by else None)
+            self.made.setdefault(made.destination, []).append(entry)
             start = end
 
-    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
-        self.kept.append((destination, first_position, count))
+    def impulses(self, kept: KeptImpulses) -> None:
+        self.kept.append((kept.destination, kept.first_position, kept.count))
 
 
 class Made:
@@ -566,9 +564,9 @@ from immortal.replay import AppCommand, ReplayPlan, Sink, run_replay
 class Slow(Sink):
     made_bytes = 0
 
-    def outputs(self, destination, first_position, count, payload, origins):
-        self.made_bytes += len(payload)
-        sum(payload[:200_000])  # slower than the app
+    def outputs(self, made):
+        self.made_bytes += len(made.payload)
+        sum(made.payload[:200_000])  # slower than the app
 
 def peak_kib():
     (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM:")]

@@ -19,13 +19,13 @@ from immortal.pipeline.jobs.audit import AuditReport, audit_rows, judge
 from immortal.pipeline.jobs.evidence import Row, evidence_of_values, gap_rows
 from immortal.pipeline.jobs.sources import LogFleet, LogState
 from immortal.pipeline.reading import Gap, close_shared, read_range, whole_range
-from immortal.pipeline.synthetic_logs import Ending, Fleet, Input, PlannedLog, PlannedRecord
 from immortal.protocol.batch import decode_batch
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import MessageType, RpcType, decode_incoming_rpc, decode_messages
 from immortal.protocol.record import HEADER_SIZE_BYTES
 from immortal.protocol.trailer import BatchKind
+from tests.helpers.synthetic_logs import Ending, Fleet, Input, PlannedLog, PlannedRecord
 
 Found = set[tuple[str, str, str, int]]
 """Faults: (kind, sender, receiver, position); for damage ("damage", "", instance, record)."""

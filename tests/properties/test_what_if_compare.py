@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from immortal.protocol.messages import RpcType, decode_messages, encode_incoming_rpc
-from immortal.replay.comparison import Comparison, Difference, Kind, MemoryBudget, Outputs, Side, SpillingQueue
+from immortal.replay.comparison import Comparison, Difference, Kind, Outputs, Side
 
 Made = list[tuple[int, bytes]]  # (sequence ID, message)
 
@@ -65,8 +65,7 @@ def feeds(draw: st.DrawFn) -> tuple[Made, Made, list[tuple[Side, Outputs | None]
 
 def play(steps: list[tuple[Side, Outputs | None]], memory_bytes_max: int) -> tuple[list[Difference], Comparison]:
     found: list[Difference] = []
-    budget = MemoryBudget(memory_bytes_max)
-    comparison = Comparison(found.append, lambda: SpillingQueue(budget))
+    comparison = Comparison(found.append, memory_bytes_max)
     for side, batch in steps:
         if batch is None:
             comparison.finish(side)

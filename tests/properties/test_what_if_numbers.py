@@ -6,7 +6,6 @@ import asyncio
 import random
 import tempfile
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ from immortal.appsdk.testing.replay_check import LocalReplay
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import rpcs
 from immortal.log import open_reader
-from immortal.protocol.extensions import Origin, RandomDraw, decode_numbers
+from immortal.protocol.extensions import RandomDraw, decode_numbers
 from immortal.protocol.messages import RpcKind, RpcType
 from immortal.protocol.record import decode_header
 from immortal.replay.findings import DrawnNumbersQueue
 from immortal.replay.plan import ReplayPlan
 from immortal.replay.result import Sink
-from immortal.replay.session import Event, NumbersDrawn
+from immortal.replay.session import Event, NumbersDrawn, Outputs
 from tests.helpers.effort import effort
 from tests.helpers.memory import in_memory
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
@@ -104,10 +103,8 @@ class Calls(Sink):
     def __init__(self) -> None:
         self.by_number: dict[int, bytes] = {}
 
-    def outputs(
-        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
-    ) -> None:
-        for message, rpc_ in rpcs(payload):
+    def outputs(self, made: Outputs) -> None:
+        for message, rpc_ in rpcs(made.payload):
             if (rpc_.kind, rpc_.rpc_type) == (RpcKind.CALL, RpcType.ASYNC):
                 number = msgspec.msgpack.decode(rpc_.arguments)[1]
                 assert number not in self.by_number

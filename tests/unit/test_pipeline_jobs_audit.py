@@ -17,7 +17,6 @@ from immortal.pipeline.jobs.evidence import LOG, Row, evidence_of_raw, evidence_
 from immortal.pipeline.jobs.sources import LogFleet
 from immortal.pipeline.jobs.stream_audit import Needs, Violation
 from immortal.pipeline.reading import NO_LIMIT, Gap, LogRange, close_shared, read_range, whole_range
-from immortal.pipeline.synthetic_logs import encode_planned
 from immortal.protocol.messages import RpcType, encode_incoming_rpc
 from tests.helpers.fleet import (
     Plan,
@@ -31,6 +30,7 @@ from tests.helpers.fleet import (
     trim,
 )
 from tests.helpers.recorded import Instances, load_module, write_module
+from tests.helpers.synthetic_logs import encode_planned
 
 DAY_NS = 86_400 * 10**9
 

@@ -80,7 +80,7 @@ def changed(words: Words, change: Callable[[Word], Word | None], wanted: Callabl
 def test_sound_logs_have_no_violations(words: Words) -> None:
     audit, violations = judge(words)
     assert violations == []
-    assert audit.runs_count > 100
+    assert sum(word.kind == "executed" for log in audit._words.values() for word in log) > 100
     assert len({log for _, log, _, _, _ in words}) == 4
 
 

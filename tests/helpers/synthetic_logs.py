@@ -4,7 +4,7 @@ Records, trailers, positions, marks and checksums are consistent as those of rea
 record have positions after that record's marks, a message is logged after it was sent, impulses take positions and are
 left out of checksums. At the end some messages are still in flight.
 
-    python -m immortal.pipeline.synthetic_logs FOLDER --services 20 --messages 100000
+    scripts/make_fleet FOLDER --services 20 --messages 100000
 """
 
 from __future__ import annotations
