@@ -425,7 +425,7 @@ class WaitingEffects:
             effect.options,
             partial(self._key, effect.options.key, task.number, task.generation, effect.step),
             send,
-            effect.variables,
+            effect.variables or contextvars.Context(),
             effect.since_ns,
             partial(self._report, effect),
         )
