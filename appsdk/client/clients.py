@@ -6,6 +6,7 @@ To a type checker a proxy has the instance's class.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
@@ -329,27 +330,20 @@ class _Talk(Transport):
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """Wait for the outcome of ``call``. ``submit`` gives the call to the connection; None: that has it already.
 
     ``again``: the function by which a CallTimeout waits again; None: wait for the same call.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        call: Call,
-        patience_s: float | None,
-        submit: Callable[[Connection], None] | None,
-        again: Callable[[float | None], Any] | None = None,
-    ) -> None:
-        self.patience_s = patience_s
-        self._method = method
-        self._call = call
-        self._submit = submit
-        self._again = again
-        self._text = ""  # why there is no outcome
-        self._process_id = os.getpid()
+    _method: Method
+    _call: Call
+    patience_s: float | None
+    _submit: Callable[[Connection], None] | None
+    _again: Callable[[float | None], Any] | None = None
+    _text: str = ""  # why there is no outcome
+    _process_id: int = field(default_factory=os.getpid)
 
     def begin(self, machine: _Talk, done: Callable[[], None]) -> None:
         call = self._call
