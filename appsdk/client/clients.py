@@ -284,11 +284,6 @@ def with_timeout(proxy: P, timeout: float | None) -> P:
     return _made_of(proxy, timeout_s=timeout)
 
 
-def client_of(proxy: object) -> Client | AsyncClient:
-    """Return the client of a proxy. Raises TypeError."""
-    return _checked(proxy)._immortal_parts[0]
-
-
 def _made_of(proxy: P, **changes: Any) -> P:
     before = _checked(proxy)
     client, definition, name, timeout_s, key = before._immortal_parts
