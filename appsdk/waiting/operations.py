@@ -10,7 +10,7 @@ from typing import Any
 
 from immortal.appsdk.calls.codec import ArgumentCodec, ValueDecoder, encode_value, encoder, resolve_hints
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.decorators import TIME_NS_MAX, Handler
 from immortal.appsdk.nodes.node import node_definition
 from immortal.appsdk.nodes.nodes import Nodes
 from immortal.appsdk.ordering.messages import Scope
@@ -313,13 +313,16 @@ class MulticastCall(Call):
 class Timer(Operation):
     """Timer that ends at the time ``detail``, in ns since the Unix epoch.
 
-    ``began_ns``: start of a duration, which steps of the clock do not change; None: it ends at a fixed time.
+    ``began_ns``: start of a duration, which steps of the clock do not change; None: it ends at a fixed time. Raises
+    UsageError.
     """
 
     __slots__ = ("began_ns",)
 
     def __init__(self, task: Owner, due_ns: int, began_ns: int | None = None) -> None:
-        super().__init__(task, TIMER, due_ns)
+        if due_ns > TIME_NS_MAX:
+            raise UsageError("a timer can be set up to the year 2262: wait for an earlier time, and then again")
+        super().__init__(task, TIMER, max(due_ns, 0))
         self.began_ns = began_ns
 
 
