@@ -329,7 +329,7 @@ class Threads(Generic[W]):
 #     IMMORTAL_EFFECTS='{"shop:charge": "fakes:charge"}'
 #
 # in the environment of the app; `immortal dev` takes it from ``immortal.toml``. Tests have their own way
-# (:mod:`immortal.appsdk.testing.node`).
+# (:mod:`immortal.appsdk.testing.outside`).
 
 
 class StubEffectRunner:

@@ -21,8 +21,7 @@ from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.local_app import LocalApp
 from immortal.appsdk.state.journal import decode_raised
 from immortal.appsdk.state.schema import copied_envelope
-from immortal.appsdk.testing.node import Node
-from immortal.appsdk.testing.world import World
+from immortal.appsdk.testing.world import Node, World
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.log.format import FORMAT_VERSION
