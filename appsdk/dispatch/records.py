@@ -16,20 +16,25 @@ from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import failure_in_words, method_of, rpc_of, who_waits
 from immortal.appsdk.dispatch.events import Event, Flush, HandlerTimeSamples, OutputReady
 from immortal.appsdk.dispatch.lifecycle import Life
-from immortal.appsdk.dispatch.verdicts import Failures, RewindNeededError, awaited_part, message_at, offset_behind
+from immortal.appsdk.dispatch.verdicts import (
+    Failures,
+    RewindNeededError,
+    awaited_part,
+    message_at,
+    offset_behind,
+    packed_in,
+)
 from immortal.appsdk.errors import HandlerError, RecoveryNeeded, StateError
 from immortal.appsdk.ordering.messages import Plain
 from immortal.appsdk.state.guard import Guard
 from immortal.appsdk.state.journal import SavedTask
 from immortal.appsdk.state.snapshots import Copies, Copy
 from immortal.protocol import decoding
-from immortal.protocol.batch import decode_batch, decode_replayable_batch
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.extensions import decode_record_time
 from immortal.protocol.messages import MessageType, RpcKind, decode_messages
 from immortal.protocol.readers import Record
 from immortal.protocol.system_methods import OTHER_MESSAGES
-from immortal.protocol.varint import encode_zigzag
 from immortal.protocol.verdicts import Careful, Handling, Verdict, VerdictKind, encode_handling
 
 SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport can send: keeps both ends busy
@@ -103,17 +108,9 @@ class Records:
         for message_type, start, end in decode_messages(content):
             if message_type == MessageType.RECORD_TIME:
                 context.record_time_ns = decode_record_time(content, start, end)
-            elif message_type == MessageType.RPC_BATCH:
-                count, skipped = decode_batch(content[start : start + 16])
-                yield from self._batch(content, start + skipped, end, count)
-            elif message_type == MessageType.RPC:
-                size_of_size = len(encode_zigzag(end - start + 1))
-                yield from self._batch(content, start - 1 - size_of_size, end, 1)
-            elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
-                count, _, skipped = decode_replayable_batch(content[start : start + 16])
-                yield from self._batch(content, start + skipped, end, count)
-            elif message_type == MessageType.INITIAL_MESSAGE:
-                yield from self._batch(content, start, end, 1)
+            elif (packed := packed_in(content, message_type, start, end)) is not None:
+                count, first = packed
+                yield from self._batch(content, first, end, count)
             elif message_type == MessageType.INSTANCE_NAME:
                 context.instance_name = content[start:end].decode("utf-8", "replace")
             else:

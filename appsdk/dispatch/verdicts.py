@@ -292,19 +292,25 @@ class Failures:
         delivery.trip(self._tripped)
 
 
+def packed_in(content: bytes, message_type: int, start: int, end: int) -> tuple[int, int] | None:
+    """Return (number of RPCs, offset of the first one) of a record's message; None: it holds none."""
+    if message_type == MessageType.RPC:
+        return 1, start - 1 - len(encode_zigzag(end - start + 1))
+    if message_type == MessageType.RPC_BATCH:
+        count, skipped = decode_batch(content[start : start + 16])
+        return count, start + skipped
+    if message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
+        count, _, skipped = decode_replayable_batch(content[start : start + 16])
+        return count, start + skipped
+    return (1, start) if message_type == MessageType.INITIAL_MESSAGE else None
+
+
 def messages_of(content: bytes) -> Iterator[bytes]:
     """Yield the RPCs of a record in order, each with its size field."""
     for message_type, start, end in decode_messages(content):
-        if message_type == MessageType.RPC:
-            yield content[start - 1 - len(encode_zigzag(end - start + 1)) : end]
-            continue
-        if message_type == MessageType.RPC_BATCH:
-            start += decode_batch(content[start : start + 16])[1]
-        elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
-            start += decode_replayable_batch(content[start : start + 16])[2]
-        elif message_type != MessageType.INITIAL_MESSAGE:
-            continue
-        offset = start
-        for _, _, last in decode_messages(content[start:end]):
-            yield content[offset : start + last]
-            offset = start + last
+        if (packed := packed_in(content, message_type, start, end)) is not None:
+            _, first = packed
+            offset = first
+            for _, _, last in decode_messages(content[first:end]):
+                yield content[offset : first + last]
+                offset = first + last

@@ -6,7 +6,6 @@ A node has machine, log and app of one instance in memory; a plan crashes one of
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from types import TracebackType
 from typing import Literal, NoReturn, cast
 
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES, datetime_of
-from immortal.appsdk.calls.user_code import ControlFlowSignal, inherited_context, mark_interrupts
+from immortal.appsdk.calls.user_code import ControlFlowSignal, inherited_context, is_own, mark_interrupts
 from immortal.appsdk.errors import AppError, UsageError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.running.local_app import LocalApp
@@ -563,9 +562,6 @@ class Network:
 # Failures of an app, as the test should see them.
 
 
-_OWN_FOLDERS = (os.path.dirname(os.path.dirname(__file__)),)
-
-
 def raise_user_error(failure: ImmortalError) -> NoReturn:
     """Raise the user's own exception that caused ``failure``, with its own traceback; without one, ``failure``."""
     __tracebackhide__ = True
@@ -581,6 +577,6 @@ def raise_user_error(failure: ImmortalError) -> NoReturn:
 def _users_own(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame on that is not the SDK's."""
     found = trace
-    while found is not None and os.path.dirname(found.tb_frame.f_code.co_filename).startswith(_OWN_FOLDERS):
+    while found is not None and is_own(found.tb_frame.f_code.co_filename):
         found = found.tb_next
     return found or trace
