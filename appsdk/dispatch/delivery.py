@@ -70,7 +70,7 @@ class Delivery:
             decode = codec.decode_plainly if is_plain else taking(codec.decode)
             self._entries[method_id] = (decode, receiver(tasks, handler, wakes=wakes), codec.name)
         name = self._definition.initial
-        begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
+        begin: Callable[..., Any] = (lambda instance: None) if name is None else getattr(self._definition.cls, name)
         begin = waking(tasks, begin) if wakes else begin
         nothing: Any = decoding.Decoder(tuple[()]).decode
         initial = (nothing, self._only_in_first_record(begin), f"{self._definition.name}.{name or 'initial'}")
@@ -120,10 +120,6 @@ class Delivery:
 
         taken: Decode = self._context.nodes.accounts.taking(decode) if codec.may_hold_handles else decode
         return taken, rpc_receiver(self._context.tasks, handler), codec.name
-
-    @staticmethod
-    def _no_initial(instance: object) -> None:
-        """Do nothing: the class has no @initial method."""
 
     def _only_in_first_record(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the initial method, whose message is in record 0: a later message is another sender's, and refused."""

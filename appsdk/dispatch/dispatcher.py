@@ -148,11 +148,6 @@ class Dispatcher:
     def instance(self) -> Any:
         return self._life.instance
 
-    @property
-    def _may_fork(self) -> bool:
-        forks = self.definition.checkpoint_mode == "fork" and self.forks_next
-        return forks and self._primary and self._extended
-
     def bound_encoding(self, bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
         """Let ``bound`` call the function that encodes the state, from here on. It can stop that with a StateError."""
         self._life.bound = bound
@@ -389,6 +384,7 @@ class Dispatcher:
                 yield JournalGrew(name, len(journals), count, size_bytes)
 
     def _take_checkpoint(self) -> Iterator[Event]:
+        forks = self.definition.checkpoint_mode == "fork" and self.forks_next
         self._list_executions()
         if self._primary:
             yield from self._grown_journals()
@@ -398,7 +394,7 @@ class Dispatcher:
                 self.outbox.send(encode_message(MessageType.RETRY_REFUSED))
             yield OutputReady()
             yield from self._become_primary()
-        elif self._may_fork and not self.healing.forced:
+        elif forks and self._primary and self._extended and not self.healing.forced:
             self.outbox.close_batches()
             self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
             yield SnapshotBegun(self._life.encode)

@@ -154,7 +154,7 @@ class Records:
         context.tasks.one_by_one = one_by_one
         while offset < end:
             slice_end = min(offset + SLICE_SIZE_BYTES, end)
-            by_itself = is_alone or self._is_close(sequence_id, context.message_index)
+            by_itself = is_alone or (self.closely is not None and (sequence_id, context.message_index) >= self.closely)
             if by_itself:
                 self._check()
                 slice_end = offset + 1
@@ -217,9 +217,6 @@ class Records:
                 f"record {sequence_id}: a batch of {context.message_index - first_index} messages gives its count as "
                 f"{count}"
             )
-
-    def _is_close(self, sequence_id: int, message_index: int) -> bool:
-        return self.closely is not None and (sequence_id, message_index) >= self.closely
 
     def _check_kept(self, error: HandlerError, content: bytes, by_itself: bool) -> HandlerError:
         """Check that the state can be saved after a message that fails while its changes stay; else they are undone.
@@ -355,7 +352,10 @@ class Rewinds:
             except SingleStepNeededError as closer:
                 sequence_id = record.header.sequence_id
                 self._records.closely = sequence_id, closer.message_index
-                copy = self._current_copy()
+                if (copy := self.copies.current) is None:
+                    raise RecoveryNeeded(
+                        "there is no copy of the state any more: the app is recovered from its log"
+                    ) from None
                 self._failures.repeat_all(sequence_id, self._life.delivery)
                 self._context.outbox.rewind_to_copy()
                 self._go_over(copy, copy.tail, (sequence_id, MESSAGE_INDEX_MAX))
@@ -396,13 +396,6 @@ class Rewinds:
         last_sequence_id = copy.sequence_id + len(copy.tail)
         self._failures.repeat_all(last_sequence_id + 1, self._life.delivery)
         self._go_over(copy, records, (last_sequence_id, MESSAGE_INDEX_MAX))
-
-    def _current_copy(self) -> Copy:
-        """Return the current copy. Raises RecoveryNeeded if there is none."""
-        copy = self.copies.current
-        if copy is None:
-            raise RecoveryNeeded("there is no copy of the state any more: the app is recovered from its log")
-        return copy
 
     def guards(self) -> None:
         """Begin to guard the state: messages are handled for the first time, and each is followed by a check."""

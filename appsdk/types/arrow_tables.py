@@ -51,10 +51,6 @@ def _from_text(name: str, text: str) -> bytes:
         ) from None
 
 
-def _decode_table(annotation: Any, plain: Any) -> Any:
-    return read_table("Table", plain)
-
-
 def _decode_batch(annotation: Any, plain: Any) -> Any:
     table = read_table("RecordBatch", plain)
     batches = table.to_batches()
@@ -82,5 +78,5 @@ def _shown(column: Any) -> list[Any]:
     return values
 
 
-_TABLE = Codec(write_stream, _decode_table, show_table)
+_TABLE = Codec(write_stream, lambda annotation, plain: read_table("Table", plain), show_table)
 _BATCH = Codec(write_stream, _decode_batch, show_table)

@@ -452,7 +452,10 @@ def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
         [*tasks.all_waiting, *tasks.limits.queued.values()], key=attrgetter("number")
     )
     values: Values = {"count": len(found)}
-    values["handlers"] = [_any_described(tasks, one) for one in found[:HANDLERS_COUNT_MAX]]
+    values["handlers"] = [
+        _queued(tasks, one) if isinstance(one, SavedTask) else _described(tasks, one)
+        for one in found[:HANDLERS_COUNT_MAX]
+    ]
     if multicasts := tasks.context.multicasts.describe() + (hooks or []):
         values["multicasts"] = multicasts
     if (groups := getattr(tasks.instance, "_immortal_groups", None)) is not None:
@@ -470,10 +473,6 @@ def describe_one(tasks: Tasks, number: int) -> Values:
         return {"handler": None if queued is None else _queued(tasks, queued) | {"steps": [], "steps_count": 0}}
     steps = [describe_step(entry) for entry in task.entries[-STEPS_MAX:]]
     return {"handler": _described(tasks, task) | {"steps": steps, "steps_count": len(task.entries)}}
-
-
-def _any_described(tasks: Tasks, one: Task | SavedTask) -> Values:
-    return _queued(tasks, one) if isinstance(one, SavedTask) else _described(tasks, one)
 
 
 def _queued(tasks: Tasks, call: SavedTask) -> Values:
