@@ -40,7 +40,6 @@ def is_user_failure(error: BaseException) -> bool:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Return True if a signal handler raised the exception."""
     if threading.current_thread() is not threading.main_thread():
         return False
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -53,7 +52,6 @@ def _is_of_a_signal(error: BaseException) -> bool:
 
 
 def _code_of(handler: Any) -> CodeType | None:
-    """Return the code of a function, a method or a callable object."""
     code = getattr(handler, "__code__", None)
     if code is None and callable(handler):
         code = getattr(handler.__call__, "__code__", None)

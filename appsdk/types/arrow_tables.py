@@ -42,7 +42,6 @@ def read_table(name: str, plain: Any) -> Any:
 
 
 def _from_text(name: str, text: str) -> bytes:
-    """Decode bytes from JSON's base64."""
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
@@ -62,7 +61,6 @@ def _decode_batch(annotation: Any, plain: Any) -> Any:
 
 
 def _empty(column: Any) -> Any:
-    """Return a column without rows, of the same type."""
     return column.chunk(0) if column.num_chunks else pa.array([], column.type)
 
 
