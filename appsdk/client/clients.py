@@ -399,7 +399,6 @@ class _Calls:
     def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
-        """Call the method; return its result. Raises what it raised, and ClientError."""
         call = Call(method.method, arguments, _nobody, trace_context)
         return self._shell.ask(_Waiting(method, call, timeout_s, lambda connection: connection.submit(call, key)))
 
@@ -410,8 +409,6 @@ class _Calls:
         return self._shell.ask(_Waiting(method, call, timeout_s, lambda connection: connection.query(call), again))
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
-        """Send a call without waiting for its reply. Raises ClientClosed."""
-
         def submit(machine: _Talk) -> None:
             machine.require_open()
             machine.connection.submit(machine.forks.call(method, arguments, trace_context), key)
@@ -419,7 +416,6 @@ class _Calls:
         self._shell.post(submit)
 
     def settle(self, timeout_s: float | None) -> Any:
-        """Wait until each call that this process forked has a reply. Raises ClientError."""
         return self._shell.ask(_Settling(timeout_s))
 
     # --- requests with a handle --------------------------------------------------------------------------------------

@@ -411,11 +411,11 @@ class Session:
     def fail(self, error: ClientError) -> None:
         """End all calls, and all later ones, with ``error``."""
         self.error = error
-        waiting, self.waiting = self.waiting, deque()
         outstanding, self.outstanding = self.outstanding, {}
         self.poll_due_s = self.resend_due_s = None
-        for call in (*outstanding.values(), *waiting):
+        for call in outstanding.values():
             call.finish(error)
+        self.refuse_waiting(error)
 
 
 def refused(reason: str) -> CallRefused:

@@ -61,7 +61,6 @@ _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandl
 
 
 def _is_effect(value: Value) -> bool:
-    """Return True if a value is ``immortal.effect``, with or without options."""
     kind = (
         type(value.value) if isinstance(value, Known) else shape(value.hint)[0] if isinstance(value, Instance) else None
     )
@@ -250,7 +249,6 @@ class Reader(ast.NodeVisitor):
         return result(value)
 
     def _own_first(self) -> Value:
-        """Return the value of the function's first parameter."""
         arguments = [*self._node.args.posonlyargs, *self._node.args.args]
         return self._name(arguments[0].arg) if arguments else None
 

@@ -27,7 +27,6 @@ from immortal.appsdk.dispatch.verdicts import (
 from immortal.appsdk.errors import HandlerError, RecoveryNeeded, StateError
 from immortal.appsdk.ordering.messages import Plain
 from immortal.appsdk.state.guard import Guard
-from immortal.appsdk.state.journal import SavedTask
 from immortal.appsdk.state.snapshots import Copies, Copy
 from immortal.protocol import decoding
 from immortal.protocol.errors import RemoteProtocolError
@@ -307,10 +306,7 @@ class Records:
         caller, arguments = who_waits(message), rpc.arguments
         if caller is not None:
             arguments = encoder.encode(decoding.decode(arguments, type=list[Raw])[2:])
-        front = None if caller is None else caller.name, 0 if caller is None else caller.number
-        place = context.sequence_id, context.message_index
-        call = SavedTask(0, 0, handler.method_id, arguments, *front, context.record_time_ns or 0, [], [], *place)
-        executions.handled(call, handler, {}, "failed", failure_in_words(verdict))
+        executions.handled(context, handler, arguments, caller, {}, "failed", failure_in_words(verdict))
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
         """End the wait of a handler for a message that is skipped, so that it does not wait for ever."""
@@ -399,7 +395,7 @@ class Rewinds:
 
     def guards(self) -> None:
         """Begin to guard the state: messages are handled for the first time, and each is followed by a check."""
-        self._records.guard.is_on = self._failures.may_refuse
+        self._records.guard.is_on = self._failures.can_fail or not self._failures.fails_alone
         self._restart_guard()
 
     def _restart_guard(self) -> None:

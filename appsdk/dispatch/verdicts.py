@@ -102,7 +102,7 @@ class Failures:
     """Failures of one connection. ``known``: verdicts that the coordinator has, or receives before their effects."""
 
     def __init__(self, context: Context, *, fails_alone: bool = True) -> None:
-        self._fails_alone = fails_alone
+        self.fails_alone = fails_alone
         self.known: dict[MessageKey, Verdict] = {}
         self.can_fail = False  # the coordinator keeps verdicts
         self._context = context
@@ -116,14 +116,9 @@ class Failures:
         context.tasks.handler_runs.verdicts = self.known
         context.tasks.handler_runs.tell = self._tell
 
-    @property
-    def may_refuse(self) -> bool:
-        """True if a message that did not fail by itself can be refused: it fails alone, or stops the app."""
-        return self.can_fail or not self._fails_alone
-
     def know(self, verdicts: Sequence[Verdict]) -> None:
         """Add verdicts that the coordinator has sent."""
-        self.can_fail = self._fails_alone
+        self.can_fail = self.fails_alone
         for verdict in verdicts:
             self._add(verdict)
             self._untold.pop(verdict.key, None)

@@ -207,7 +207,6 @@ class LocalEffectRunner:
         request.try_now = partial(self._try_now, following)
 
     def _come_due(self, attempt: _Attempt) -> None:
-        """Begin, on the loop, an attempt whose time has come."""
         if self._is_first(attempt):
             self._begin(attempt)
 

@@ -244,7 +244,6 @@ def _is_number(given: object) -> bool:
 
 
 def _checked_nodes(cls: type, nodes: Any) -> tuple[Any, ...]:
-    """Return the classes of nodes. Raises DefinitionError."""
     given = nodes if isinstance(nodes, tuple | list) else (nodes,)
     known: set[str] = set()
     for node in given:

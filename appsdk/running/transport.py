@@ -254,7 +254,6 @@ class Transport:
             loop.lock.release()
 
     def _send(self) -> None:
-        """Send as much as the socket takes now."""
         with self._loop.lock:
             self._send_pending()
 

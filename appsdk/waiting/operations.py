@@ -169,7 +169,6 @@ class _HandlerOperation(Operation):
         self.arguments, self.encoded = (), b""
 
     def encode(self) -> None:
-        """Encode the arguments. Raises TypeError."""
         self.arguments, self.encoded = self.target.codec.encoded(self.arguments)
         self.detail = crc64(self.encoded)
 

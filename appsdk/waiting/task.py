@@ -260,12 +260,10 @@ class Task(Owner):
             self._end_with(UsageError(f"its coroutines wait for each other, and for nothing that could come: {where}"))
 
     def _end_with(self, error: BaseException) -> None:
-        """End the handler with ``error``; none of its coroutines continues."""
         self._error = error
         self._close()
 
     def _close(self) -> None:
-        """End all coroutines where they wait."""
         with self._as_running_loop():
             for task, variables in {self.main: self._variables, **self.subtasks}.items():
                 if not task.done():

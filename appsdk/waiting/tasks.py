@@ -236,7 +236,6 @@ class Tasks(Host):
         self.drain()
 
     def _begin(self, call: SavedTask, handler: Handler[Any, Any], given: Sequence[Entry] = ()) -> None:
-        """Begin the run of a handler. Raises HandlerError."""
         if self._has_ended_the_process(call.number, handler, call.caller, call.call_number):
             return
         task = Task(self, handler, call, self.context.record_time_ns or 0)  # type: ignore[abstract]  # see HandlerLoop
@@ -476,7 +475,6 @@ def describe_one(tasks: Tasks, number: int) -> Values:
 
 
 def _queued(tasks: Tasks, call: SavedTask) -> Values:
-    """Describe a call that waits for its turn."""
     handler = tasks.definition.by_method_id[call.method_id]
     waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
     arguments = describe_arguments(tasks.codec(handler).decode(call.arguments), handler.signature.parameters)
