@@ -119,7 +119,7 @@ class Multicasts:
         self.expel_after: dict[str, int] = {}  # by group: ns of silence after which a member is expelled
         self.due_ns: int | None = None  # when to call :meth:`tick`, ns since the Unix epoch; None: never
         self._context = context
-        self._ordering: Ordering | None = None
+        self.ordering: Ordering | None = None  # the queue of runs; None: there was no ordered multicast yet
         self._sending: Sending | None = None
         self._clients: set[tuple[str, int]] = set()
         self._pushed: Parts = {}
@@ -133,9 +133,9 @@ class Multicasts:
 
     def save(self) -> bytes | None:
         """Encode the queues for a checkpoint; None: there was no ordered multicast yet."""
-        if self._ordering is None or self._sending is None:
+        if self.ordering is None or self._sending is None:
             return None
-        saved = Saved(self._ordering.name, self._ordering.save(), self._sending.waiting, sorted(self._clients))
+        saved = Saved(self.ordering.name, self.ordering.save(), self._sending.waiting, sorted(self._clients))
         return encoder.encode(saved)
 
     def restore(self, data: bytes | None) -> None:
@@ -143,7 +143,7 @@ class Multicasts:
         self._pushed, self._released, self._own_calls = {}, [], []
         self.due_ns = None
         if data is None:
-            self._ordering = self._sending = None
+            self.ordering = self._sending = None
             self._context.outbox.holder = None
             self._clients = set()
             return
@@ -157,14 +157,14 @@ class Multicasts:
             self.due_ns = 0  # as soon as the app is primary, see which runs are late
 
     def _begin(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
-        self._ordering = Ordering(name, state)
-        self._sending = Sending(self._ordering, self._leave, waiting, own=name)
+        self.ordering = Ordering(name, state)
+        self._sending = Sending(self.ordering, self._leave, waiting, own=name)
         self._context.outbox.holder = self
 
     def _both(self) -> tuple[Ordering, Sending]:
         """Return both queues; create them at first use. Raises UsageError."""
         context = self._context
-        if self._ordering is None or self._sending is None:
+        if self.ordering is None or self._sending is None:
             if not context.instance_name or context.source is None:
                 raise UsageError(
                     f"{WHAT}: the log does not say what this instance is called, or the coordinator does not say who "
@@ -172,12 +172,7 @@ class Multicasts:
                 )
             self._begin(context.instance_name)
             return self._both()
-        return self._ordering, self._sending
-
-    @property
-    def ordering(self) -> Ordering | None:
-        """Queue of runs, for inspection; None: there was no ordered multicast yet."""
-        return self._ordering
+        return self.ordering, self._sending
 
     @property
     def waiting(self) -> list[Run | Held]:
@@ -185,7 +180,7 @@ class Multicasts:
 
     def describe(self) -> list[dict[str, Any]]:
         """Describe the instances that this one waits for: ``for``, ``what``, ``since_ns``, ``count`` of its entries."""
-        ordering = self._ordering
+        ordering = self.ordering
         if ordering is None:
             return []
         found = []
@@ -208,7 +203,7 @@ class Multicasts:
 
     def waits_for(self) -> list[str]:
         """Return the instances that must answer before the queue continues."""
-        ordering = self._ordering
+        ordering = self.ordering
         first = None if ordering is None else ordering.first()
         if ordering is None or first is None or first.stage == Stage.COMMITTED:
             return []
@@ -251,13 +246,13 @@ class Multicasts:
 
     def is_cut(self, scope: Scope, destinations: list[str]) -> bool:
         """Return True if nothing can be sent to these destinations: one of them is being expelled."""
-        return self._ordering is not None and self._ordering.fences.cuts(scope, destinations)
+        return self.ordering is not None and self.ordering.fences.cuts(scope, destinations)
 
     # --- requests of nodes --------------------------------------------------------------------------------------------
 
     def calls_of(self, sender: str) -> Iterator[list[bytes]]:
         """Yield the calls of each run of ``sender`` that is not delivered here yet."""
-        ordering = self._ordering
+        ordering = self.ordering
         if ordering is not None:
             yield from (filed.calls for filed in ordering.runs() if filed.sender == sender)
             if sender == ordering.name:
@@ -297,7 +292,7 @@ class Multicasts:
         """Return True if a message to ``destination`` must wait.
 
         A message to others waits for all earlier multicasts, one to oneself for those that come back here."""
-        ordering, sending = self._ordering, self._sending
+        ordering, sending = self.ordering, self._sending
         if ordering is None or sending is None:
             return False
         if destination and destination != ordering.name:
@@ -322,7 +317,7 @@ class Multicasts:
 
     def flush(self) -> None:
         """Send the multicasts of the last message. Called between two messages."""
-        sending, ordering, context = self._sending, self._ordering, self._context
+        sending, ordering, context = self._sending, self.ordering, self._context
         if sending is None or ordering is None or not sending.waiting:
             return
         # The run belongs to that message, even if the next one has begun already: a what-if shows this.
@@ -404,7 +399,7 @@ class Multicasts:
     @property
     def is_busy(self) -> bool:
         """True if the queue has an entry, or can have one soon: other input can have to wait for it."""
-        ordering = self._ordering
+        ordering = self.ordering
         return ordering is not None and (ordering.is_busy or bool(self.waiting))
 
     def files(self, message: Plain) -> bool:
@@ -434,7 +429,7 @@ class Multicasts:
 
     def _look_for_late(self) -> QueuedRun | None:
         """Return the run that has delayed others for LATE_NS; None: set the time of the next check."""
-        ordering = self._ordering
+        ordering = self.ordering
         late = None if ordering is None else ordering.late
         self.due_ns = None if late is None else late.since_ns + LATE_NS
         if ordering is not None and self.expel_after:
@@ -497,7 +492,7 @@ class Multicasts:
             write(parts, (action.group, action.member, action.view))
 
     def _leave(self, held: Held) -> None:
-        ordering = self._ordering
+        ordering = self.ordering
         if held.effect:
             self.run_effect(held.effect)
         elif not held.destination and ordering is not None and ordering.is_busy:

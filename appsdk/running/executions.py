@@ -89,7 +89,16 @@ class ExecutionWriter:
 
     def began_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
         """Note the new arguments of continue_as."""
-        self._put(self._write_again, number, handler, arguments)
+
+        def write() -> None:
+            text, _ = _shown_call(handler, arguments)
+            if (row := self._rows.get(number)) is not None:
+                row[_TEXT], row[_DATA] = text, _kept(arguments)
+            else:
+                values = text, _kept(arguments), number
+                self._execute("update executions set arguments = ?, data = ? where key = ?", values)
+
+        self._put(write)
 
     def ended(
         self,
@@ -219,14 +228,6 @@ class ExecutionWriter:
             self._execute(sql, (call.number,))
         self._rows[call.number] = [*front, *place, text, _kept(call.arguments), None, None, origin, None, None]
         self._write_labels(call.number, labels)
-
-    def _write_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
-        text, _ = _shown_call(handler, arguments)
-        if (row := self._rows.get(number)) is not None:
-            row[_TEXT], row[_DATA] = text, _kept(arguments)
-        else:
-            values = text, _kept(arguments), number
-            self._execute("update executions set arguments = ?, data = ? where key = ?", values)
 
     def _write_ended(
         self,

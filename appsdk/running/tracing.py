@@ -421,7 +421,7 @@ class RunMatcher:
 
     def _renumber(self, own: int, number: int) -> None:
         """Register an operation under the other run's number. Timers and events need none."""
-        operation = self._tasks.calls.get(own) or self._tasks.effects.get(own)
+        operation = self._tasks.calls.get(own) or self._tasks.effects.waiting.get(own)
         if operation is not None:
             self._tasks.unregister(operation)
             operation.number = number

@@ -322,15 +322,6 @@ class HookQueue(ImpulseQueue):
 READ_SIZE_BYTES = 1 << 20
 
 
-def checkpoint_chunks(store: MemoryLogStore, checkpoint_id: int) -> Iterator[bytes]:
-    """Yield the chunks of a checkpoint's blob, in order."""
-    for index in count():
-        chunk = store.read_checkpoint_chunk(checkpoint_id, index)
-        if not chunk:
-            return
-        yield chunk
-
-
 class MemorySource:
     """Source of records for replays, a :class:`replay.RecordSource`, over the log of the instance ``name``."""
 
@@ -353,4 +344,8 @@ class MemorySource:
                 sequence_id += 1
 
     def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
-        return checkpoint_chunks(self._store, checkpoint_id)
+        for index in count():
+            chunk = self._store.read_checkpoint_chunk(checkpoint_id, index)
+            if not chunk:
+                return
+            yield chunk

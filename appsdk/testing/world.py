@@ -254,11 +254,8 @@ class Node:
         app.take_output()
         if not app.output or self.paused:
             return False
-        self.do(self._say)
+        self.do(lambda: self._handle(*self._said()))
         return True
-
-    def _say(self) -> None:
-        self._handle(*self._said())
 
     def _said(self) -> list[ev.Event]:
         """Take the app's output that can be delivered now, as events."""

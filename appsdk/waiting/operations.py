@@ -81,6 +81,8 @@ class Operation(LazyFuture[Any]):
 
     __slots__ = ("detail", "number", "since_ns", "step", "task", "what")
 
+    is_immediate = False  # it waits for nothing
+
     def __init__(self, task: Owner, what: str, detail: int = 0) -> None:
         super().__init__(task)
         self.task = task
@@ -98,10 +100,6 @@ class Operation(LazyFuture[Any]):
 
     def _drop(self) -> None:
         self.task.forget(self)
-
-    @property
-    def is_immediate(self) -> bool:
-        return False
 
     def decode(self, value: bytes) -> Any:
         """Decode a result. Raises msgspec.DecodeError."""
@@ -128,24 +126,20 @@ class Target:
     ``handler``: the method that the log calls; ``called``: the one that runs, with ``super()`` an overridden one.
     """
 
-    __slots__ = ("called", "codec", "destination", "handler", "is_call", "is_overridden", "send", "what")
+    __slots__ = ("called", "codec", "destination", "handler", "is_call", "is_overridden", "method_id", "send", "what")
 
     def __init__(
         self, destination: str, handler: Handler[Any, Any], called: Handler[Any, Any], codec: ArgumentCodec
     ) -> None:
         self.destination = destination
         self.handler = handler
+        self.method_id = handler.method_id  # of the call in the log
         self.called = called
         self.codec = codec
         self.is_overridden = called is not handler and called.is_async
         self.is_call = bool(destination) or called.is_async  # else a step
         self.what = f"call {destination or 'self'}.{called.name}" if self.is_call else f"step {called.name}"
         self.send: Callable[[tuple[Any, ...]], None] | None = None  # made with the first call
-
-    @property
-    def method_id(self) -> int:
-        """Method ID of the call in the log."""
-        return self.handler.method_id
 
     def wrapped(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments for the method in the log. Raises UsageError."""
@@ -184,9 +178,7 @@ class Step(_HandlerOperation):
 
     __slots__ = ()
 
-    @property
-    def is_immediate(self) -> bool:
-        return True
+    is_immediate = True
 
 
 class LocalFunction:
@@ -224,6 +216,8 @@ class LocalStep(Operation):
 
     __slots__ = ("arguments", "local")
 
+    is_immediate = True
+
     def __init__(self, task: Owner, local: LocalFunction, arguments: tuple[Any, ...]) -> None:
         super().__init__(task, f"step {local.name}")
         self.local = local
@@ -233,10 +227,6 @@ class LocalStep(Operation):
         if self.arguments or self.local.keywords:
             self.detail = crc64(encode_value((self.arguments, self.local.keywords)))
         super()._start()
-
-    @property
-    def is_immediate(self) -> bool:
-        return True
 
     def decode(self, value: bytes) -> Any:
         return self.local.decode_result(value)
@@ -250,14 +240,12 @@ class Read(Operation):
 
     __slots__ = ("name", "schema")
 
+    is_immediate = True
+
     def __init__(self, task: Owner, schema: StateSchema, name: str) -> None:
         super().__init__(task, f"read self.{name}")
         self.schema = schema
         self.name = name
-
-    @property
-    def is_immediate(self) -> bool:
-        return True
 
     def decode(self, value: bytes) -> Any:
         return self.schema.decode_attribute(self.name, value)
@@ -352,14 +340,11 @@ class NodeTarget(Target):
         super().__init__(nodes.destination(handle), handler, handler, codec)
         self.nodes = nodes
         self.handle = handle
+        self.method_id = NODE_METHOD_ID
         self.is_call = True  # also of an own node: by its handle it is called through the log
         self.what = f"call node {handler.function.__qualname__} of {self.destination or 'self'}"
         name = handler.function.__qualname__
         self.send = nodes.context.outbox.make_sender(self.destination, name, NODE_METHOD_ID, RpcKind.CALL)
-
-    @property
-    def method_id(self) -> int:
-        return NODE_METHOD_ID
 
     def wrapped(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments for the method in the log. Raises UsageError."""

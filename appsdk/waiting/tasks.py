@@ -138,7 +138,7 @@ class Tasks(Host):
         self.next_said = None
         self.ready.clear()
         self.calls.clear()
-        self.effects.forget_all()
+        self.effects.waiting.clear()
         self.clock.restore(saved)
         self.events.restore(saved.signals)
         self._next_number = saved.next_number
@@ -327,7 +327,7 @@ class Tasks(Host):
 
     def effect_done(self, result: EffectResult) -> None:
         """Take in the result of an effect. Raises HandlerError."""
-        request = self.effects.request(result.number)
+        request = self.effects.requests.get(result.number)
         if (effect := self.effects.take(result)) is not None:
             if self.executions is not None and request is not None and request.attempt > 1:
                 self.executions.tried(effect.task.number, effect.step, request.attempt)
@@ -520,7 +520,7 @@ def _wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
     if isinstance(operation, Event):
         return values | {"kind": "event", "event": operation.name}
     if isinstance(operation, Effect):
-        request = tasks.effects.request(operation.number)
+        request = tasks.effects.requests.get(operation.number)
         attempt, failure = (0, "") if request is None else (request.attempt, request.failure)
         what = f"effect {operation.function.describe(operation.encoded)}"
         return values | {"kind": "effect", "for": what, "attempt": attempt, "failure": failure}
