@@ -208,7 +208,9 @@ def misfits(
     for each in returns:
         if (found := _misfit(each.value, hint, decode)) is not None:
             yield each, f"returns {found} where '-> {annotated}' is declared"
-    ends = not returns and _never_raises(node) and _comes_to_its_end(node.body)
+    leaves = (ast.Raise, ast.Assert, ast.Yield, ast.YieldFrom)
+    raises = any(isinstance(each, leaves) for each in nodes_of_function(node))
+    ends = not returns and not raises and _comes_to_its_end(node.body)
     if ends and _misfit(None, hint, decode) is not None:
         yield node.body[-1], f"ends without a 'return' where '-> {annotated}' is declared"
 
@@ -234,12 +236,6 @@ def _misfit_by_kind(value: ast.expr | None, hint: Any) -> str | None:
     name, kinds = _BUILT.get(type(value), ("", frozenset()))  # type: ignore[arg-type]
     cls = NoneType if hint is None else shape(hint)[0]
     return name if name and cls in _PLAIN and cls not in kinds else None
-
-
-def _never_raises(node: ast.AST) -> bool:
-    return not any(
-        isinstance(each, ast.Raise | ast.Assert | ast.Yield | ast.YieldFrom) for each in nodes_of_function(node)
-    )
 
 
 def _comes_to_its_end(body: list[ast.stmt]) -> bool:

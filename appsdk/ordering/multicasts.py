@@ -88,24 +88,15 @@ class Saved(msgspec.Struct):
 
 _decode_saved = decoding.Decoder(Saved).decode
 decode_propose: Callable[[bytes], Propose] = decoding.Decoder(Propose).decode
-_decode_one: Any = decoding.Decoder(tuple[Message]).decode
 
 
-def decode_ordering_message(data: bytes) -> Message:
-    """Decode a message between sender and destination. Raises msgspec.DecodeError."""
-    message: Message = _decode_one(data)[0]
-    return message
+def _decoder_of_one(kind: Any) -> Callable[[bytes], Any]:
+    decode: Any = decoding.Decoder(tuple[kind]).decode
+    return lambda data: decode(data)[0]
 
 
-_decode_fencing: Any = decoding.Decoder(tuple[Fencing]).decode
-
-
-def decode_fence_message(data: bytes) -> Fencing:
-    """Decode a message about fences. Raises msgspec.DecodeError."""
-    message: Fencing = _decode_fencing(data)[0]
-    return message
-
-
+decode_ordering_message: Callable[[bytes], Message] = _decoder_of_one(Message)
+decode_fence_message: Callable[[bytes], Fencing] = _decoder_of_one(Fencing)
 decode_executed: Callable[[bytes], Executed] = decoding.Decoder(Executed).decode
 
 
