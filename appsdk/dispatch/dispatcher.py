@@ -125,7 +125,7 @@ class Dispatcher:
         self._effects = effects
         self._reader = RecordReader()
         self._extended = False  # the coordinator used an extension, so it accepted our Hello
-        self.is_primary = False  # its hooks can still have to wait
+        self.is_primary = False  # if True, its hooks can still have to wait
         self.primary_since = 0  # the first record that the app handles as the primary
         self.forks_next = True  # False: the child of the last checkpoint hung
         self._journals_told: dict[str, tuple[int, int]] = {}  # the longest reported ones, by handler: results, bytes
