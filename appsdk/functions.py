@@ -23,7 +23,6 @@ from immortal.appsdk.calls.failures import argument_mismatch, checked_raises
 from immortal.appsdk.calls.user_code import is_collecting, running
 from immortal.appsdk.effects.effect import EffectOptions, Retry
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.handlers.decorators import TIME_NS_MAX
 from immortal.appsdk.handlers.log import HandlerLog
 from immortal.appsdk.handlers.multicast import MulticastCache, destinations_of
 from immortal.appsdk.nodes.node import Node
@@ -129,7 +128,7 @@ def sleep(duration: timedelta) -> Coroutine[object, None, None]:
     if not isinstance(duration, timedelta):
         raise UsageError(f"immortal.sleep({duration!r}): a timedelta was expected, such as timedelta(seconds=5)")
     now_ns = task.now_ns()
-    made: Any = _timer(task, now_ns + duration // timedelta(microseconds=1) * 1000, now_ns)
+    made: Any = Timer(task, now_ns + duration // timedelta(microseconds=1) * 1000, now_ns)
     return made  # type: ignore[no-any-return]  # a future, with the type of what create_task takes
 
 
@@ -141,14 +140,8 @@ def at(moment: datetime) -> Coroutine[object, None, None]:
             f"immortal.at({moment!r}): a datetime with a time zone was expected, such as immortal.now() + "
             f"timedelta(days=1)"
         )
-    made: Any = _timer(task, (moment - datetime_of(0)) // timedelta(microseconds=1) * 1000)
+    made: Any = Timer(task, (moment - datetime_of(0)) // timedelta(microseconds=1) * 1000)
     return made  # type: ignore[no-any-return]
-
-
-def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
-    if due_ns > TIME_NS_MAX:
-        raise UsageError("a timer can be set up to the year 2262: wait for an earlier time, and then again")
-    return Timer(task, max(due_ns, 0), began_ns)
 
 
 if (

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, Se
 from immortal.appsdk import functions
 from immortal.appsdk.calls.context import Context, is_plain
 from immortal.appsdk.calls.user_code import running
-from immortal.appsdk.effects.effect import CONCURRENT_EFFECTS
 from immortal.appsdk.errors import DefinitionError, OnError
 from immortal.appsdk.handlers.definition import Definition, define
 from immortal.appsdk.handlers.proxy import attach, new_context
@@ -79,40 +78,22 @@ class Immortal:
         **keywords: Any,
     ) -> None:
         super().__init_subclass__(**keywords)
+        options = {
+            "serializer": serializer,
+            "checkpoint_mode": checkpoint,
+            "concurrent_effects": concurrent_effects,
+            "on_error": on_error,
+            "handler_time_limit": handler_time_limit,
+            "share_tracebacks": share_tracebacks,
+            "concurrent_handlers": concurrent_handlers,
+            "nodes": nodes,
+        }
         inherited = getattr(cls, "_immortal_definition", None)
-        if serializer is None:
-            serializer = inherited.serializer if inherited else "msgspec"
-        if checkpoint is None:
-            checkpoint = inherited.checkpoint_mode if inherited else "inline"
-        if concurrent_effects is None:
-            concurrent_effects = inherited.concurrent_effects if inherited else CONCURRENT_EFFECTS
-        if on_error is None:
-            on_error = inherited.on_error if inherited else "undo"
-        if handler_time_limit is None and inherited:
-            handler_time_limit = inherited.handler_time_limit
-        if share_tracebacks is None:
-            share_tracebacks = inherited.share_tracebacks if inherited else False
-        if concurrent_handlers is None and inherited:
-            concurrent_handlers = inherited.concurrent_handlers
-        if nodes is None:
-            nodes = inherited.nodes if inherited else ()
+        chosen: Any = {name: getattr(inherited, name, None) if one is None else one for name, one in options.items()}
         if isinstance(formerly, str):
             raise DefinitionError(f"{cls.__qualname__}: formerly={formerly!r}: a tuple was expected: ({formerly!r},)")
-        cls._immortal_definition = define(
-            cls,
-            Immortal,
-            serializer,
-            formerly,
-            checkpoint,
-            version,
-            concurrent_effects,
-            on_error,
-            handler_time_limit,
-            share_tracebacks=share_tracebacks,
-            concurrent_handlers=concurrent_handlers,
-            nodes=nodes,
-            roles=roles,
-        )
+        given = {name: one for name, one in chosen.items() if one is not None}  # the others have defaults
+        cls._immortal_definition = define(Definition(cls, Immortal, tuple(formerly), version, **given), roles)
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
         if cls is Immortal:

@@ -50,7 +50,6 @@ def unencodable(name: str, parameters: Iterable[str], arguments: Sequence[Any], 
 
 
 def _require_encodable(name: str, parameter: str, value: Any) -> None:
-    """Raise a TypeError that names the parameter if its value can't be encoded."""
     try:
         encode_value(value)
     except Exception as problem:
@@ -97,32 +96,25 @@ class ArgumentCodec:
         self.may_hold_handles = any(map(may_hold_handles, self._types))
         self.may_hold_untyped = any(map(may_hold_untyped, self._types))
         self.returns_nothing = hints.get("return") is type(None)
-        self.decode_plainly = self._make_decode(())
-        """Decode like :meth:`decode`, but faster; pass data that it refuses to :meth:`decode_again`."""
-        self.decode: Decode = decoding.guarded(self._decode)
+        self.decode_plainly, self.decode = self._make_readers(())
+        """Decoders of arguments. The first is faster; pass data that it refuses to :meth:`decode_again`."""
         self._function = function
 
-    def _decode(self, data: Any) -> tuple[Any, ...]:
-        """Decode the arguments without the guard of ``decode``."""
-        try:
-            return self.decode_plainly(data)
-        except msgspec.ValidationError as error:
-            return self.decode_again(data, error)
+    def _make_readers(self, front: tuple[type, ...]) -> tuple[Decode, Decode]:
+        plainly = self._make_decode(front)
+
+        def decode(data: Any) -> tuple[Any, ...]:
+            try:
+                return plainly(data)
+            except msgspec.ValidationError as error:
+                return self.decode_again(data, error, front)
+
+        return plainly, decoding.guarded(decode)
 
     @cached_property
     def decode_call(self) -> Decode:
         """Decoder of a call that waits for an answer: (caller's name, number of the call, arguments ...)."""
-        return decoding.guarded(self._decode_call)
-
-    def _decode_call(self, data: Any) -> tuple[Any, ...]:
-        try:
-            return self._decode_call_plainly(data)
-        except msgspec.ValidationError as error:
-            return self.decode_again(data, error, _CALL_FRONT)
-
-    @cached_property
-    def _decode_call_plainly(self) -> Decode:
-        return self._make_decode(_CALL_FRONT)
+        return self._make_readers(_CALL_FRONT)[1]
 
     def decode_again(self, data: Any, error: BaseException, front: tuple[type, ...] = ()) -> tuple[Any, ...]:
         """Decode data again if ``error`` can be about integers beyond 64 bits or other extensions; else raise it."""
@@ -193,7 +185,9 @@ class ArgumentCodec:
 
     def _make_decode(self, front: tuple[type, ...]) -> Decode:
         """Make a decoder of arguments into a tuple. It raises msgspec.DecodeError, also for a wrong count."""
-        decoders: list[Decode] = [self._decoder(front, count) for count in range(self.required_count, self.count + 1)]
+        decoders: list[Decode] = [
+            ValueDecoder(self._shape(front, count)).plainly for count in range(self.required_count, self.count + 1)
+        ]
         whole = decoders[-1]
         if len(decoders) == 1:
             return whole
@@ -219,9 +213,6 @@ class ArgumentCodec:
             return by_front.get(arguments[0] if len(arguments) else -1, whole)(arguments)
 
         return decode
-
-    def _decoder(self, front: tuple[type, ...], count: int) -> Decode:
-        return ValueDecoder(self._shape(front, count)).plainly
 
     def _shape(self, front: tuple[type, ...], count: int) -> Any:
         return tuple[(*front, *map(readable_type, self._types[:count]))]  # type: ignore[misc, valid-type]

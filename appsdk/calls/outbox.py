@@ -163,12 +163,6 @@ def encode_call(write: Write, arguments: tuple[Any, ...]) -> bytes:
     return b"".join(parts)
 
 
-def encode_batch_front(message_type: MessageType, destination: Name, count: int, size_bytes: int) -> bytes:
-    """Encode the bytes before ``size_bytes`` of RPC messages in a StreamBatch or ImpulseBatch."""
-    fields = encode_name(destination) + encode_zigzag(count)
-    return encode_zigzag(1 + len(fields) + size_bytes) + bytes((message_type,)) + fields
-
-
 class Batch:
     """Batch of messages to one destination, not encoded yet."""
 
@@ -399,7 +393,8 @@ class Outbox:
     def _append(self, message_type: MessageType, batch: Batch) -> None:
         self._attach(batch.destination)
         count, size_bytes = batch.count, batch.size_bytes
-        front = encode_batch_front(message_type, batch.destination, count, size_bytes)
+        fields = encode_name(batch.destination) + encode_zigzag(count)
+        front = encode_zigzag(1 + len(fields) + size_bytes) + bytes((message_type,)) + fields
         if size_bytes < count * LARGE_PART_SIZE_BYTES:
             self.send(b"".join((front, *batch.parts)))
             return
@@ -442,7 +437,8 @@ class Outbox:
         self.close_batches()
         for batch in self.impulses.take():
             self._append(MessageType.IMPULSE_BATCH, batch)
-        if self.impulses.take_checkpoint_wish():
+        if self.impulses.checkpoint_wanted:
+            self.impulses.checkpoint_wanted = False
             self.send(encode_message(MessageType.TAKE_CHECKPOINT))
         taken, self._ready = self._ready, []
         self.ready_size_bytes = 0
@@ -475,7 +471,7 @@ class ImpulseQueue:
         self._changed = threading.Condition(self._lock)  # enter it by its lock, which is C; this is Python
         self._batches: list[Batch] = []
         self._why_closed: str | None = None
-        self._checkpoint_wanted = False
+        self.checkpoint_wanted = False
         self._sent_count = self._sent_size_bytes = 0  # by the app's threads
         self._taken_count = self._taken_size_bytes = 0  # by the connection
         self._accepted_count = self._accepted_size_bytes = 0  # by the coordinator
@@ -541,12 +537,8 @@ class ImpulseQueue:
         with self._lock:
             if self._why_closed is not None:
                 raise Disconnected(self._why_closed)
-            self._checkpoint_wanted = True
+            self.checkpoint_wanted = True
         self._wake()
-
-    def take_checkpoint_wish(self) -> bool:
-        wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
-        return wanted
 
     def take(self) -> list[Batch]:
         """Return the batches to be sent now, in order."""

@@ -15,6 +15,7 @@ import re
 import reprlib
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +40,6 @@ def is_user_failure(error: BaseException) -> bool:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Return True if a signal handler raised the exception."""
     if threading.current_thread() is not threading.main_thread():
         return False
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -52,7 +52,6 @@ def _is_of_a_signal(error: BaseException) -> bool:
 
 
 def _code_of(handler: Any) -> CodeType | None:
-    """Return the code of a function, a method or a callable object."""
     code = getattr(handler, "__code__", None)
     if code is None and callable(handler):
         code = getattr(handler.__call__, "__code__", None)
@@ -229,6 +228,8 @@ DESCRIBED_SIZE_BYTES_MAX = 64 << 10  # of encoded arguments: larger ones are not
 # The second folder is that of compiled modules.
 _OWN_FOLDERS = (os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), os.path.join("immortal", "appsdk", ""))
 
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # below these only the package of the class is the user's
+
 SECRET = re.compile(
     r"passw|passphrase|passcode|secret|token|credential|authori[sz]ation|cookie|(api|private|access)_?key|card_?number"
     r"|^(pin|cvv|cvc|iban|pwd)$",
@@ -344,6 +345,20 @@ def place_of(frame: FrameType) -> str:
 def is_own(file: str) -> bool:
     """Return True if ``file``, of a frame, belongs to the SDK or the import machinery."""
     return file.startswith(_OWN_FOLDERS) or "importlib" in file
+
+
+@functools.cache
+def is_in_users_file(file: str) -> bool:
+    """Return True if the file of a module or function is not Python's, an installed library's or the SDK's."""
+    if not os.path.isabs(file) or _INSTALLED & set(file.split(os.sep)):
+        return False
+    folders = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+    return not file.startswith(tuple(os.path.join(folder, "") for folder in folders))
+
+
+def is_users(top: str, fullname: str, origin: str) -> bool:
+    """Return True if a module of the file ``origin`` is the user's. ``top``: the package of the app's class."""
+    return fullname.partition(".")[0] == top or is_in_users_file(origin)
 
 
 def user_traceback(error: BaseException) -> str:

@@ -6,6 +6,7 @@ To a type checker a proxy has the instance's class.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
@@ -283,11 +284,6 @@ def with_timeout(proxy: P, timeout: float | None) -> P:
     return _made_of(proxy, timeout_s=timeout)
 
 
-def client_of(proxy: object) -> Client | AsyncClient:
-    """Return the client of a proxy. Raises TypeError."""
-    return _checked(proxy)._immortal_parts[0]
-
-
 def _made_of(proxy: P, **changes: Any) -> P:
     before = _checked(proxy)
     client, definition, name, timeout_s, key = before._immortal_parts
@@ -329,27 +325,20 @@ class _Talk(Transport):
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """Wait for the outcome of ``call``. ``submit`` gives the call to the connection; None: that has it already.
 
     ``again``: the function by which a CallTimeout waits again; None: wait for the same call.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        call: Call,
-        patience_s: float | None,
-        submit: Callable[[Connection], None] | None,
-        again: Callable[[float | None], Any] | None = None,
-    ) -> None:
-        self.patience_s = patience_s
-        self._method = method
-        self._call = call
-        self._submit = submit
-        self._again = again
-        self._text = ""  # why there is no outcome
-        self._process_id = os.getpid()
+    _method: Method
+    _call: Call
+    patience_s: float | None
+    _submit: Callable[[Connection], None] | None
+    _again: Callable[[float | None], Any] | None = None
+    _text: str = ""  # why there is no outcome
+    _process_id: int = field(default_factory=os.getpid)
 
     def begin(self, machine: _Talk, done: Callable[[], None]) -> None:
         call = self._call
@@ -410,7 +399,6 @@ class _Calls:
     def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
-        """Call the method; return its result. Raises what it raised, and ClientError."""
         call = Call(method.method, arguments, _nobody, trace_context)
         return self._shell.ask(_Waiting(method, call, timeout_s, lambda connection: connection.submit(call, key)))
 
@@ -421,8 +409,6 @@ class _Calls:
         return self._shell.ask(_Waiting(method, call, timeout_s, lambda connection: connection.query(call), again))
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
-        """Send a call without waiting for its reply. Raises ClientClosed."""
-
         def submit(machine: _Talk) -> None:
             machine.require_open()
             machine.connection.submit(machine.forks.call(method, arguments, trace_context), key)
@@ -430,7 +416,6 @@ class _Calls:
         self._shell.post(submit)
 
     def settle(self, timeout_s: float | None) -> Any:
-        """Wait until each call that this process forked has a reply. Raises ClientError."""
         return self._shell.ask(_Settling(timeout_s))
 
     # --- requests with a handle --------------------------------------------------------------------------------------

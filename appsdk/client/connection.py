@@ -85,10 +85,10 @@ class Connection:
         self._names_needed = False
         self._committer_id = 0
         self._clock_offset_ns = 0
-        self._talking = False
+        self.is_talking = False
         self._hello_s = HELLO_MIN_S
         self._hello_due_s = now_s
-        self._heard_s = now_s
+        self.heard_s = now_s  # when the last frame came, or the socket was made
         self._asked_s: float | None = None  # time of the first question since the last frame came
         self._idle_due_s = now_s + IDLE_POLL_S
         self._resend: dict[str, int] = {}  # client ID: resend numbers above this one
@@ -173,17 +173,11 @@ class Connection:
         self._queries.close(error)
         for lane in list(self._lanes.values()):
             lane.refuse_waiting(error)
-            if lane is not self._main and lane.is_idle:
-                self._lanes.pop(lane.client_id, None)
+            self._drop_idle(lane)
 
-    @property
-    def is_talking(self) -> bool:
-        return self._talking
-
-    @property
-    def heard_s(self) -> float:
-        """Time of the last frame that came, or of the creation of the socket."""
-        return self._heard_s
+    def _drop_idle(self, lane: Session) -> None:
+        if lane is not self._main and lane.is_idle:
+            self._lanes.pop(lane.client_id, None)
 
     def ask_soon(self, now_s: float) -> None:
         """Ping at once, unless something is outstanding: that is polled anyway."""
@@ -199,16 +193,16 @@ class Connection:
     def reopened(self, now_s: float) -> None:
         """Start again on a new socket, to another endpoint or to the same."""
         self.needs_reconnect = False
-        self._talking = False
+        self.is_talking = False
         self._hello_s = HELLO_MIN_S
-        self._hello_due_s = self._heard_s = now_s
+        self._hello_due_s = self.heard_s = now_s
         self._asked_s = None
 
     def receive(self, data: bytes, now_s: float) -> None:
         """Process one message. A malformed one is dropped: its content is asked for again."""
         try:
             frame = decode_client_frame(data)
-            self._heard_s, self._asked_s = now_s, None
+            self.heard_s, self._asked_s = now_s, None
             if frame.frame_type is ClientFrameType.UNKNOWN:
                 return  # of a later version: it can do without an answer
             if self._queries.received(frame, now_s):
@@ -225,8 +219,7 @@ class Connection:
             if frame.frame_type is ClientFrameType.REPLY:
                 for reply in decode_replies(frame.payload, frame.count):
                     lane.replied(reply)
-                if lane is not self._main and lane.is_idle:
-                    self._lanes.pop(lane.client_id, None)
+                self._drop_idle(lane)
             elif frame.frame_type is ClientFrameType.WELCOME:
                 self._welcomed(frame, now_s)
             elif frame.frame_type is ClientFrameType.PONG:
@@ -243,8 +236,8 @@ class Connection:
         if self._main.was_forgotten(frame.number):
             self._forgotten(self._main)
         self.was_welcomed = True
-        if not self._talking:
-            self._talking = True
+        if not self.is_talking:
+            self.is_talking = True
             self.problem = "there is no reply yet"
             self._resend = dict.fromkeys(self._lanes, 0)
             self._queries.greeted()
@@ -268,7 +261,7 @@ class Connection:
         if frame.code == ClientCode.NOT_ME:
             self.needs_reconnect = True
         elif frame.code == ClientCode.NOT_READY:
-            self._talking = False
+            self.is_talking = False
             self._hello_due_s = now_s + self._hello_s
         elif frame.code == ClientCode.FORGOTTEN:
             self._forgotten(lane)
@@ -294,7 +287,7 @@ class Connection:
         )
         for lane in list(self._lanes.values()):
             self._begin_anew(lane, error)
-        self._talking = False
+        self.is_talking = False
         return True
 
     def _begin_anew(self, lane: Session, error: ClientError) -> None:
@@ -309,7 +302,7 @@ class Connection:
     def data_to_send(self, now_s: float) -> list[bytes]:
         """Return all frames that are due now."""
         if self._asked_s is not None and now_s - self._asked_s >= self._silence_s:
-            self.problem = f"nothing was heard for {now_s - self._heard_s:.1f} s"
+            self.problem = f"nothing was heard for {now_s - self.heard_s:.1f} s"
             self.needs_reconnect = True
         if self.needs_reconnect:
             return []
@@ -317,7 +310,7 @@ class Connection:
         return [encode_client_frame(frame) for frame in frames]
 
     def _frames(self, now_s: float) -> Iterator[ClientFrame]:
-        if not self._talking:
+        if not self.is_talking:
             if now_s >= self._hello_due_s:
                 yield self._hello(now_s)
             return
@@ -339,7 +332,7 @@ class Connection:
                 for frame in lane.polls(born_ns, now_s):
                     yield self._asked(frame, now_s)
         query_due_s = self._queries.due_s
-        if query_due_s is not None and now_s >= query_due_s and now_s - self._heard_s >= BUSY_S:
+        if query_due_s is not None and now_s >= query_due_s and now_s - self.heard_s >= BUSY_S:
             yield self._asked(self._main.ping(now_s), now_s)  # the query itself can take long
         yield from self._queries.frames(self.client_id, lambda call: self._resolve(call, now_s), now_s)
         if self._names_needed and now_s >= self._hello_due_s:
@@ -395,20 +388,20 @@ class Connection:
 
     @property
     def _silence_s(self) -> float:
-        return SILENCE_CALLING_S if self.endpoints_count > 1 and not self._talking else SILENCE_S
+        return SILENCE_CALLING_S if self.endpoints_count > 1 and not self.is_talking else SILENCE_S
 
     def goodbye(self) -> list[bytes]:
         """Return the frames to send before the end: they release all replies."""
-        return [encode_client_frame(self._main.ping(0.0))] if self._talking else []
+        return [encode_client_frame(self._main.ping(0.0))] if self.is_talking else []
 
     def next_deadline_s(self) -> float:
         """Time at which :meth:`data_to_send` must be called, even if no frame comes."""
-        due_s = [self._idle_due_s] if self._talking else []
-        if not self._talking or self._names_needed:
+        due_s = [self._idle_due_s] if self.is_talking else []
+        if not self.is_talking or self._names_needed:
             due_s.append(self._hello_due_s)
         if self._asked_s is not None:
             due_s.append(self._asked_s + self._silence_s)
-        if self._talking:
+        if self.is_talking:
             if (query_due_s := self._queries.due_s) is not None:
                 due_s.append(query_due_s)
             for lane in self._lanes.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 
 from immortal.appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown, ReplyGone
@@ -32,40 +33,24 @@ POLL_MAX_S = 1.0
 RESENT_BYTES_PER_S = 4 << 20  # ... an ID or key that others can have: requests are sent again, large ones less often
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     """One call. ``method``: its ID, or its name while that is unknown. Use it under the lock of its connection's owner.
 
     ``outcome``: a Reply or a ClientError once there is one; then ``done`` is called.
     """
 
-    __slots__ = (
-        "arguments",
-        "born_ns",
-        "client_id",
-        "done",
-        "followers",
-        "leader",
-        "message",
-        "method",
-        "number",
-        "outcome",
-        "trace_context",
-    )
-
-    def __init__(
-        self, method: int | str, arguments: bytes, done: Callable[[Call], None], trace_context: str = ""
-    ) -> None:
-        self.method = method
-        self.trace_context = trace_context
-        self.arguments = arguments
-        self.done = done
-        self.client_id = ""
-        self.number = 0  # 0: not sent yet
-        self.born_ns = 0
-        self.message = b""
-        self.outcome: Reply | ClientError | None = None
-        self.leader: Call | None = None  # the same request, of which this is a repetition
-        self.followers: list[Call] = []
+    method: int | str
+    arguments: bytes
+    done: Callable[[Call], None]
+    trace_context: str = ""
+    client_id: str = ""
+    number: int = 0  # 0: not sent yet
+    born_ns: int = 0
+    message: bytes = b""
+    outcome: Reply | ClientError | None = None
+    leader: Call | None = None  # the same request, of which this is a repetition
+    followers: list[Call] = field(default_factory=list)
 
     @property
     def sent(self) -> bool:
@@ -426,11 +411,11 @@ class Session:
     def fail(self, error: ClientError) -> None:
         """End all calls, and all later ones, with ``error``."""
         self.error = error
-        waiting, self.waiting = self.waiting, deque()
         outstanding, self.outstanding = self.outstanding, {}
         self.poll_due_s = self.resend_due_s = None
-        for call in (*outstanding.values(), *waiting):
+        for call in outstanding.values():
             call.finish(error)
+        self.refuse_waiting(error)
 
 
 def refused(reason: str) -> CallRefused:

@@ -117,7 +117,6 @@ class Transport:
             self._look_due_s = due_s
 
     def _is_deserted(self, now_s: float) -> bool:
-        """Return True if no process listens at the endpoint."""
         if now_s - self._opened_s < DESERTED_S:
             return False
         self._watch.look()

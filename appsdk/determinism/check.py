@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import sysconfig
 from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType, MethodType, NoneType
 from typing import Any
@@ -22,6 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.user_code import is_in_users_file
 from immortal.appsdk.determinism.reader import Reader, Source, nodes_of_function
 from immortal.appsdk.determinism.rules import Rules
 from immortal.appsdk.determinism.values import Bound, Instance, Known, Value, attribute, hints_of, shape
@@ -77,44 +77,10 @@ def check(definition: Definition) -> list[Finding]:
     return search.run()
 
 
-def _foreign_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the SDK's
-    return tuple(os.path.realpath(folder) + os.sep for folder in folders)
-
-
 def _package_of(app: type) -> str:
-    """Return the package of an app, with a dot at its end."""
+    """Return the package of an app, with a dot at its end; for an app of the SDK only its own subpackage."""
     top, _, rest = app.__module__.partition(".")
     return f"{app.__module__.rpartition('.')[0] if top == _SDK else top}." if rest else f"{top}."
-
-
-class _Ownership:
-    """Distinguishes functions of the user from those of Python, of libraries and of the SDK.
-
-    The package of an app is the user's; for an app of the SDK only its own subpackage: `...patterns.queue`.
-    """
-
-    def __init__(self, apps: Sequence[type]) -> None:
-        self._packages = tuple(_package_of(app) for app in apps)
-        self._foreign = _foreign_folders()
-        self._known: dict[str, bool] = {}
-
-    def is_users(self, function: FunctionType) -> bool:
-        if f"{function.__module__ or ''}.".startswith(self._packages):
-            return True
-        file = function.__code__.co_filename
-        if (known := self._known.get(file)) is None:
-            parts = file.split(os.sep)
-            known = not (
-                file.startswith("<")
-                or "site-packages" in parts
-                or "dist-packages" in parts
-                or os.path.realpath(file).startswith(self._foreign)
-            )
-            self._known[file] = known
-        return known
 
 
 class Search:
@@ -123,7 +89,7 @@ class Search:
     def __init__(self, apps: Sequence[type]) -> None:
         self.apps = tuple(apps)
         self.rules = Rules()
-        self._ownership = _Ownership(apps)
+        self._packages = tuple(_package_of(app) for app in apps)
         self._sources: dict[str, Source] = {}
         self._seen: set[tuple[object, ...]] = set()
         self._waiting: list[tuple[FunctionType, Value]] = []
@@ -145,7 +111,7 @@ class Search:
 
     def look_at_returns(self, definition: Definition, handler: Handler[Any, Any]) -> None:
         function = inspect.unwrap(handler.function)
-        if not isinstance(function, FunctionType) or not self._ownership.is_users(function):
+        if not isinstance(function, FunctionType) or not self._is_users(function):
             return
         source = self._source(function)
         for node in source.find(function.__code__):
@@ -175,10 +141,14 @@ class Search:
                 wrapped = inspect.getattr_static(found, "__wrapped__", None)  # functools.lru_cache has one
                 self.follow(Known(wrapped) if isinstance(wrapped, FunctionType) else None)
 
+    def _is_users(self, function: FunctionType) -> bool:
+        is_of_package = f"{function.__module__ or ''}.".startswith(self._packages)
+        return is_of_package or is_in_users_file(function.__code__.co_filename)
+
     def _enter(self, function: FunctionType, receiver: Value) -> None:
         if isinstance(wrapped := getattr(function, "__wrapped__", None), FunctionType):
             self._enter(wrapped, receiver)
-        if not self._ownership.is_users(function):
+        if not self._is_users(function):
             return
         key: tuple[object, ...] = (function.__code__,)
         if isinstance(receiver, Instance):
@@ -238,7 +208,9 @@ def misfits(
     for each in returns:
         if (found := _misfit(each.value, hint, decode)) is not None:
             yield each, f"returns {found} where '-> {annotated}' is declared"
-    ends = not returns and _never_raises(node) and _comes_to_its_end(node.body)
+    leaves = (ast.Raise, ast.Assert, ast.Yield, ast.YieldFrom)
+    raises = any(isinstance(each, leaves) for each in nodes_of_function(node))
+    ends = not returns and not raises and _comes_to_its_end(node.body)
     if ends and _misfit(None, hint, decode) is not None:
         yield node.body[-1], f"ends without a 'return' where '-> {annotated}' is declared"
 
@@ -264,12 +236,6 @@ def _misfit_by_kind(value: ast.expr | None, hint: Any) -> str | None:
     name, kinds = _BUILT.get(type(value), ("", frozenset()))  # type: ignore[arg-type]
     cls = NoneType if hint is None else shape(hint)[0]
     return name if name and cls in _PLAIN and cls not in kinds else None
-
-
-def _never_raises(node: ast.AST) -> bool:
-    return not any(
-        isinstance(each, ast.Raise | ast.Assert | ast.Yield | ast.YieldFrom) for each in nodes_of_function(node)
-    )
 
 
 def _comes_to_its_end(body: list[ast.stmt]) -> bool:

@@ -61,7 +61,6 @@ _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandl
 
 
 def _is_effect(value: Value) -> bool:
-    """Return True if a value is ``immortal.effect``, with or without options."""
     kind = (
         type(value.value) if isinstance(value, Known) else shape(value.hint)[0] if isinstance(value, Instance) else None
     )
@@ -250,7 +249,6 @@ class Reader(ast.NodeVisitor):
         return result(value)
 
     def _own_first(self) -> Value:
-        """Return the value of the function's first parameter."""
         arguments = [*self._node.args.posonlyargs, *self._node.args.args]
         return self._name(arguments[0].arg) if arguments else None
 
@@ -293,17 +291,13 @@ class Reader(ast.NodeVisitor):
                 self._report(node, f"changes a copy of {ast.unparse(of)} in an async handler, {OF_A_COPY}", IN_A_STEP)
         self.generic_visit(node)
 
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._visit_function(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._visit_function(node)
-
-    def _visit_function(self, node: ast.AST) -> None:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.Lambda) -> None:
         is_step = node in self._steps
         self._step_depth += is_step
         self.generic_visit(node)
         self._step_depth -= is_step
+
+    visit_Lambda = visit_FunctionDef  # noqa: N815 (the name is ast's)
 
     def _find_steps(self) -> set[ast.AST]:
         """Return the functions that are passed to `immortal.step`, by name or as a lambda."""
@@ -444,15 +438,13 @@ class Reader(ast.NodeVisitor):
         self._report_lines(swallowed(node, self._value))
         self.generic_visit(node)
 
-    def visit_TryStar(self, node: ast.TryStar) -> None:
-        self.visit_Try(node)
+    visit_TryStar = visit_Try  # noqa: N815 (the name is ast's)
 
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
         self._report_lines(suppressed(node, self._value))
         self.generic_visit(node)
 
-    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
-        self.visit_With(node)
+    visit_AsyncWith = visit_With  # noqa: N815 (the name is ast's)
 
     def _report_lines(self, found: Iterable[tuple[int, str]]) -> None:
         for line, what in found:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.codec import ArgumentCodec, Decode
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import argument_mismatch, failure_of, refusal
+from immortal.appsdk.calls.failures import argument_mismatch, refusal
 from immortal.appsdk.calls.user_code import LENGTH_MIN, handler_failed, is_user_failure
 from immortal.appsdk.dispatch.invocation import receiver, rpc_receiver, waking
 from immortal.appsdk.errors import Failure, HandlerError
@@ -70,7 +70,7 @@ class Delivery:
             decode = codec.decode_plainly if is_plain else taking(codec.decode)
             self._entries[method_id] = (decode, receiver(tasks, handler, wakes=wakes), codec.name)
         name = self._definition.initial
-        begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
+        begin: Callable[..., Any] = (lambda instance: None) if name is None else getattr(self._definition.cls, name)
         begin = waking(tasks, begin) if wakes else begin
         nothing: Any = decoding.Decoder(tuple[()]).decode
         initial = (nothing, self._only_in_first_record(begin), f"{self._definition.name}.{name or 'initial'}")
@@ -120,10 +120,6 @@ class Delivery:
 
         taken: Decode = self._context.nodes.accounts.taking(decode) if codec.may_hold_handles else decode
         return taken, rpc_receiver(self._context.tasks, handler), codec.name
-
-    @staticmethod
-    def _no_initial(instance: object) -> None:
-        """Do nothing: the class has no @initial method."""
 
     def _only_in_first_record(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the initial method, whose message is in record 0: a later message is another sender's, and refused."""
@@ -295,7 +291,6 @@ class Delivery:
     def _misfit(
         self, method_id: int | None, name: str, error: BaseException, data: bytes, index: int, front: int
     ) -> Any:
-        """Return the error for arguments that can't be decoded."""
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         if handler is None:
             text = f"{name}: it can't be read: {error}"
@@ -306,16 +301,13 @@ class Delivery:
     def _failed(
         self, method_id: int | None, name: str, arguments: tuple[Any, ...], error: BaseException, index: int
     ) -> HandlerError:
-        """Return the error for a handler that raised an exception."""
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
-        names = () if handler is None else handler.signature.parameters
-        made = handler_failed(name, arguments, error, self._context.sequence_id, index, names)
-        if handler is not None and (policy := self._definition.policy(handler)) != "stop":
-            made.failure = failure_of(policy, name, method_id, error, shares_trace=self._definition.share_tracebacks)
-        return made
+        if handler is None:
+            return handler_failed(name, arguments, error, self._context.sequence_id, index)
+        failed: HandlerError = self._context.tasks.handler_runs.failed(handler, arguments, error)
+        return failed
 
     def _unknown(self, content: bytes, offset: int, end: int, index: int) -> HandlerError:
-        """Return the error for a message that calls nothing here."""
         message_type, start, message_end = decode_message(content, offset)
         if message_type != MessageType.RPC or message_end > end:
             raise RemoteProtocolError(

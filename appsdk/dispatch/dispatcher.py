@@ -125,7 +125,7 @@ class Dispatcher:
         self._effects = effects
         self._reader = RecordReader()
         self._extended = False  # the coordinator used an extension, so it accepted our Hello
-        self._primary = False
+        self.is_primary = False  # if True, its hooks can still have to wait
         self.primary_since = 0  # the first record that the app handles as the primary
         self.forks_next = True  # False: the child of the last checkpoint hung
         self._journals_told: dict[str, tuple[int, int]] = {}  # the longest reported ones, by handler: results, bytes
@@ -148,19 +148,9 @@ class Dispatcher:
     def instance(self) -> Any:
         return self._life.instance
 
-    @property
-    def _may_fork(self) -> bool:
-        forks = self.definition.checkpoint_mode == "fork" and self.forks_next
-        return forks and self._primary and self._extended
-
     def bound_encoding(self, bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
         """Let ``bound`` call the function that encodes the state, from here on. It can stop that with a StateError."""
         self._life.bound = bound
-
-    @property
-    def is_primary(self) -> bool:
-        """True if the app is primary; its hooks can still have to wait."""
-        return self._primary
 
     @property
     def may_start_hooks(self) -> bool:
@@ -304,7 +294,7 @@ class Dispatcher:
         self.outbox.report(encode_handlers_answer(HandlersAnswer(question.ticket, value)))
 
     def _answer_query(self, question: QueryQuestion) -> None:
-        if self.instance is None or not self._primary:
+        if self.instance is None or not self.is_primary:
             raise RemoteProtocolError("a query came before the app was told that it is primary")
         answer = answer_query(question, self.definition, self.instance, self.context, self.tasks)
         self.outbox.report(encode_query_answer(answer))
@@ -330,7 +320,7 @@ class Dispatcher:
         if careful is not None and sequence_id >= careful.last_sequence_id:
             self.records.careful = None  # else the death at a later record would be attributed to this one
             yield from self.records.announce(Handling(-1))
-        if self._primary and not self._gate.is_open and self._gate.look():
+        if self.is_primary and not self._gate.is_open and self._gate.look():
             yield BecamePrimary()
         if self._awaiting_initial:
             self._awaiting_initial = False
@@ -354,7 +344,7 @@ class Dispatcher:
 
     def _upgrade(self, version: int | None, *, with_checkpoint: bool) -> None:
         """Bring state and code to ``version`` (None: that of the app), after all outputs of the old code."""
-        if self.instance is None or self._primary:
+        if self.instance is None or self.is_primary:
             raise RemoteProtocolError(
                 "an upgrade was asked for before the app had a state"
                 if self.instance is None
@@ -389,28 +379,29 @@ class Dispatcher:
                 yield JournalGrew(name, len(journals), count, size_bytes)
 
     def _take_checkpoint(self) -> Iterator[Event]:
+        forks = self.definition.checkpoint_mode == "fork" and self.forks_next
         self._list_executions()
-        if self._primary:
+        if self.is_primary:
             yield from self._grown_journals()
-        if self._upgraded and not self._primary:
+        if self._upgraded and not self.is_primary:
             self._checkpoint(self._life.encode())
             if self.definition.retries_refused and self._failures.can_fail:
                 self.outbox.send(encode_message(MessageType.RETRY_REFUSED))
             yield OutputReady()
             yield from self._become_primary()
-        elif self._may_fork and not self.healing.forced:
+        elif forks and self.is_primary and self._extended and not self.healing.forced:
             self.outbox.close_batches()
             self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
             yield SnapshotBegun(self._life.encode)
         else:
-            self._save(heals=self._primary)  # a follower takes nothing back
+            self._save(heals=self.is_primary)  # a follower takes nothing back
             self.forks_next = True
             yield OutputReady()
 
     def _list_executions(self) -> None:
         """Write all executions so far into their list on disk: no replay from a checkpoint lists the earlier ones."""
         if self.tasks.executions is not None:
-            self.tasks.executions.flush(is_primary=self._primary)
+            self.tasks.executions.flush(is_primary=self.is_primary)
 
     def snapshot_ended(self, reason: str, *, forks_next: bool) -> None:
         """Report the end of the child process that encodes the state. ``reason``: why there is no checkpoint, or ""."""
@@ -449,8 +440,8 @@ class Dispatcher:
     def _become_primary(self) -> Iterator[Event]:
         if self.instance is None:
             raise RemoteProtocolError("the app was told that it is primary before it had a state")
-        if not self._primary:
-            self._primary = True
+        if not self.is_primary:
+            self.is_primary = True
             self.primary_since = self.context.sequence_id + 1
             self.tasks.effects.start(self._effects)
             self.tasks.queries.is_live = True

@@ -13,9 +13,9 @@ from immortal.appsdk.calls.user_code import is_user_failure
 from immortal.appsdk.errors import QueryError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.state.journal import SavedTask, declared_name, encode_raised
+from immortal.appsdk.state.journal import declared_name, encode_raised
 from immortal.appsdk.waiting.tasks import Tasks
-from immortal.protocol.client_frames import ReplyKind
+from immortal.protocol.client_frames import Caller, ReplyKind
 from immortal.protocol.queries import ANSWER_SIZE_BYTES_MAX, QueryAnswer, QueryQuestion
 
 
@@ -91,10 +91,8 @@ def listed(
         finally:
             tasks.open_labels = None
             if tasks.executions is not None:
-                place = context.sequence_id, context.message_index
-                time_ns = context.record_time_ns or 0
-                call = SavedTask(0, 0, handler.method_id, encoded, caller, number, time_ns, [], [], *place)
-                tasks.executions.handled(call, handler, labels, state, result)
+                waits = Caller(caller, number, handler.method_id) if front else None
+                tasks.executions.handled(context, handler, encoded, waits, labels, state, result)
 
     return run
 
@@ -140,7 +138,8 @@ def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: 
         value = tasks.queries.run_unlogged(handler, instance, arguments)
         encoded = tasks.handler_runs.result(handler, value)
         check_value("what it returned", encoded)
-        return *_returned(value, encoded), False
+        kind, encoded = (ReplyKind.NOTHING, b"") if value is None else (ReplyKind.VALUE, encoded)
+        return kind, encoded, False
     except BaseException as error:
         if not is_user_failure(error):
             raise
@@ -164,7 +163,6 @@ def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: 
 
 
 def _found(question: QueryQuestion, definition: Definition) -> tuple[Handler[Any, Any], tuple[Any, ...]]:
-    """Return the query and its arguments. Raises _RefusedError."""
     handler = definition.by_method_id.get(question.method_id)
     if handler is None or not handler.is_query:
         raise _RefusedError(f"{definition.name} has no query with the method ID {question.method_id}")
@@ -179,10 +177,6 @@ def _found(question: QueryQuestion, definition: Definition) -> tuple[Handler[Any
         if not is_user_failure(error):
             raise
         raise _RefusedError(argument_mismatch(codec, error, question.arguments, 0)) from None
-
-
-def _returned(value: object, encoded: bytes) -> tuple[int, bytes]:
-    return (ReplyKind.NOTHING, b"") if value is None else (ReplyKind.VALUE, encoded)
 
 
 def _raised(encoded: bytes) -> tuple[int, bytes]:

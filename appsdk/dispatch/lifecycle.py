@@ -304,7 +304,6 @@ def upgrades(old: type[ImmortalProtocol], *, retry_refused: bool = False) -> Cal
 
 
 def _carry_over(cls: Any, old: Any) -> Any:
-    """Return a new object of ``cls`` with the state of ``old``, attribute by attribute."""
     new = cls()
     for name in definition_of(type(old)).state().fields:
         setattr(new, name, getattr(old, name))

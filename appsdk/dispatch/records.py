@@ -16,20 +16,24 @@ from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import failure_in_words, method_of, rpc_of, who_waits
 from immortal.appsdk.dispatch.events import Event, Flush, HandlerTimeSamples, OutputReady
 from immortal.appsdk.dispatch.lifecycle import Life
-from immortal.appsdk.dispatch.verdicts import Failures, RewindNeededError, awaited_part, message_at, offset_behind
+from immortal.appsdk.dispatch.verdicts import (
+    Failures,
+    RewindNeededError,
+    awaited_part,
+    message_at,
+    offset_behind,
+    packed_in,
+)
 from immortal.appsdk.errors import HandlerError, RecoveryNeeded, StateError
 from immortal.appsdk.ordering.messages import Plain
 from immortal.appsdk.state.guard import Guard
-from immortal.appsdk.state.journal import SavedTask
 from immortal.appsdk.state.snapshots import Copies, Copy
 from immortal.protocol import decoding
-from immortal.protocol.batch import decode_batch, decode_replayable_batch
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.extensions import decode_record_time
 from immortal.protocol.messages import MessageType, RpcKind, decode_messages
 from immortal.protocol.readers import Record
 from immortal.protocol.system_methods import OTHER_MESSAGES
-from immortal.protocol.varint import encode_zigzag
 from immortal.protocol.verdicts import Careful, Handling, Verdict, VerdictKind, encode_handling
 
 SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport can send: keeps both ends busy
@@ -103,17 +107,9 @@ class Records:
         for message_type, start, end in decode_messages(content):
             if message_type == MessageType.RECORD_TIME:
                 context.record_time_ns = decode_record_time(content, start, end)
-            elif message_type == MessageType.RPC_BATCH:
-                count, skipped = decode_batch(content[start : start + 16])
-                yield from self._batch(content, start + skipped, end, count)
-            elif message_type == MessageType.RPC:
-                size_of_size = len(encode_zigzag(end - start + 1))
-                yield from self._batch(content, start - 1 - size_of_size, end, 1)
-            elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
-                count, _, skipped = decode_replayable_batch(content[start : start + 16])
-                yield from self._batch(content, start + skipped, end, count)
-            elif message_type == MessageType.INITIAL_MESSAGE:
-                yield from self._batch(content, start, end, 1)
+            elif (packed := packed_in(content, message_type, start, end)) is not None:
+                count, first = packed
+                yield from self._batch(content, first, end, count)
             elif message_type == MessageType.INSTANCE_NAME:
                 context.instance_name = content[start:end].decode("utf-8", "replace")
             else:
@@ -157,7 +153,7 @@ class Records:
         context.tasks.one_by_one = one_by_one
         while offset < end:
             slice_end = min(offset + SLICE_SIZE_BYTES, end)
-            by_itself = is_alone or self._is_close(sequence_id, context.message_index)
+            by_itself = is_alone or (self.closely is not None and (sequence_id, context.message_index) >= self.closely)
             if by_itself:
                 self._check()
                 slice_end = offset + 1
@@ -220,9 +216,6 @@ class Records:
                 f"record {sequence_id}: a batch of {context.message_index - first_index} messages gives its count as "
                 f"{count}"
             )
-
-    def _is_close(self, sequence_id: int, message_index: int) -> bool:
-        return self.closely is not None and (sequence_id, message_index) >= self.closely
 
     def _check_kept(self, error: HandlerError, content: bytes, by_itself: bool) -> HandlerError:
         """Check that the state can be saved after a message that fails while its changes stay; else they are undone.
@@ -313,10 +306,7 @@ class Records:
         caller, arguments = who_waits(message), rpc.arguments
         if caller is not None:
             arguments = encoder.encode(decoding.decode(arguments, type=list[Raw])[2:])
-        front = None if caller is None else caller.name, 0 if caller is None else caller.number
-        place = context.sequence_id, context.message_index
-        call = SavedTask(0, 0, handler.method_id, arguments, *front, context.record_time_ns or 0, [], [], *place)
-        executions.handled(call, handler, {}, "failed", failure_in_words(verdict))
+        executions.handled(context, handler, arguments, caller, {}, "failed", failure_in_words(verdict))
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
         """End the wait of a handler for a message that is skipped, so that it does not wait for ever."""
@@ -358,7 +348,10 @@ class Rewinds:
             except SingleStepNeededError as closer:
                 sequence_id = record.header.sequence_id
                 self._records.closely = sequence_id, closer.message_index
-                copy = self._current_copy()
+                if (copy := self.copies.current) is None:
+                    raise RecoveryNeeded(
+                        "there is no copy of the state any more: the app is recovered from its log"
+                    ) from None
                 self._failures.repeat_all(sequence_id, self._life.delivery)
                 self._context.outbox.rewind_to_copy()
                 self._go_over(copy, copy.tail, (sequence_id, MESSAGE_INDEX_MAX))
@@ -400,16 +393,9 @@ class Rewinds:
         self._failures.repeat_all(last_sequence_id + 1, self._life.delivery)
         self._go_over(copy, records, (last_sequence_id, MESSAGE_INDEX_MAX))
 
-    def _current_copy(self) -> Copy:
-        """Return the current copy. Raises RecoveryNeeded if there is none."""
-        copy = self.copies.current
-        if copy is None:
-            raise RecoveryNeeded("there is no copy of the state any more: the app is recovered from its log")
-        return copy
-
     def guards(self) -> None:
         """Begin to guard the state: messages are handled for the first time, and each is followed by a check."""
-        self._records.guard.is_on = self._failures.may_refuse
+        self._records.guard.is_on = self._failures.can_fail or not self._failures.fails_alone
         self._restart_guard()
 
     def _restart_guard(self) -> None:

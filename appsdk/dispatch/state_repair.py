@@ -210,7 +210,6 @@ class StateRepair:
         return {}
 
     def _say(self, extra: dict[str, list[bytes]], made: _Made, told: _Made) -> None:
-        """Send the extra messages and answers that their receivers have not got yet."""
         for to, messages in extra.items():
             if messages:
                 self._context.outbox.push(to, [part for message in messages for part in (message, b"")])

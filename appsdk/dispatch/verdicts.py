@@ -102,7 +102,7 @@ class Failures:
     """Failures of one connection. ``known``: verdicts that the coordinator has, or receives before their effects."""
 
     def __init__(self, context: Context, *, fails_alone: bool = True) -> None:
-        self._fails_alone = fails_alone
+        self.fails_alone = fails_alone
         self.known: dict[MessageKey, Verdict] = {}
         self.can_fail = False  # the coordinator keeps verdicts
         self._context = context
@@ -116,14 +116,9 @@ class Failures:
         context.tasks.handler_runs.verdicts = self.known
         context.tasks.handler_runs.tell = self._tell
 
-    @property
-    def may_refuse(self) -> bool:
-        """True if a message that did not fail by itself can be refused: it fails alone, or stops the app."""
-        return self.can_fail or not self._fails_alone
-
     def know(self, verdicts: Sequence[Verdict]) -> None:
         """Add verdicts that the coordinator has sent."""
-        self.can_fail = self._fails_alone
+        self.can_fail = self.fails_alone
         for verdict in verdicts:
             self._add(verdict)
             self._untold.pop(verdict.key, None)
@@ -292,19 +287,25 @@ class Failures:
         delivery.trip(self._tripped)
 
 
+def packed_in(content: bytes, message_type: int, start: int, end: int) -> tuple[int, int] | None:
+    """Return (number of RPCs, offset of the first one) of a record's message; None: it holds none."""
+    if message_type == MessageType.RPC:
+        return 1, start - 1 - len(encode_zigzag(end - start + 1))
+    if message_type == MessageType.RPC_BATCH:
+        count, skipped = decode_batch(content[start : start + 16])
+        return count, start + skipped
+    if message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
+        count, _, skipped = decode_replayable_batch(content[start : start + 16])
+        return count, start + skipped
+    return (1, start) if message_type == MessageType.INITIAL_MESSAGE else None
+
+
 def messages_of(content: bytes) -> Iterator[bytes]:
     """Yield the RPCs of a record in order, each with its size field."""
     for message_type, start, end in decode_messages(content):
-        if message_type == MessageType.RPC:
-            yield content[start - 1 - len(encode_zigzag(end - start + 1)) : end]
-            continue
-        if message_type == MessageType.RPC_BATCH:
-            start += decode_batch(content[start : start + 16])[1]
-        elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
-            start += decode_replayable_batch(content[start : start + 16])[2]
-        elif message_type != MessageType.INITIAL_MESSAGE:
-            continue
-        offset = start
-        for _, _, last in decode_messages(content[start:end]):
-            yield content[offset : start + last]
-            offset = start + last
+        if (packed := packed_in(content, message_type, start, end)) is not None:
+            _, first = packed
+            offset = first
+            for _, _, last in decode_messages(content[first:end]):
+                yield content[offset : first + last]
+                offset = first + last

@@ -280,6 +280,7 @@ def _checked_signature(name: str, function: Callable[..., Any]) -> inspect.Signa
     return signature
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class EffectRequest:
     """Request to run one effect. ``number``: unique in the life of the instance; for the rest see ``immortal.effect``.
 
@@ -290,51 +291,21 @@ class EffectRequest:
     when the effect fails for good.
     """
 
-    __slots__ = (
-        "_encoded",
-        "_function",
-        "_make_key",
-        "_send",
-        "_variables",
-        "attempt",
-        "failure",
-        "is_cancelled",
-        "is_done",
-        "number",
-        "options",
-        "report",
-        "since_ns",
-        "stand_in",
-        "try_now",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        function: EffectFunction,
-        encoded: bytes,
-        options: EffectOptions,
-        make_key: Callable[[], str],
-        send: Callable[[bool, bytes], None],
-        variables: contextvars.Context | None = None,
-        since_ns: int = 0,
-        report: Callable[[BaseException, int], None] = lambda error, attempts: None,
-    ) -> None:
-        self.since_ns = since_ns
-        self.report = report
-        self._variables = contextvars.Context() if variables is None else variables
-        self.number = number
-        self.options = options
-        self._make_key = make_key
-        self.is_done = False
-        self.is_cancelled = False
-        self.stand_in: Callable[..., Any] | None = None
-        self.attempt = 0
-        self.failure = ""
-        self.try_now: Callable[[], bool] | None = None  # if the runner can; returns True if it waited
-        self._function = function
-        self._encoded = encoded
-        self._send = send
+    number: int
+    _function: EffectFunction
+    _encoded: bytes
+    options: EffectOptions
+    _make_key: Callable[[], str]
+    _send: Callable[[bool, bytes], None]
+    _variables: contextvars.Context = dataclasses.field(default_factory=contextvars.Context)
+    since_ns: int = 0
+    report: Callable[[BaseException, int], None] = lambda error, attempts: None
+    stand_in: Callable[..., Any] | None = None
+    attempt: int = 0
+    failure: str = ""
+    is_done: bool = False
+    is_cancelled: bool = False
+    try_now: Callable[[], bool] | None = None  # if the runner can; returns True if it waited
 
     def __repr__(self) -> str:
         return f"<effect {self.name}, {self.key}>"

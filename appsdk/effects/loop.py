@@ -30,15 +30,35 @@ class EffectLoop:
         self, key: Hashable, function: Callable[[], Coroutine[Any, Any, None]], context: contextvars.Context
     ) -> None:
         """Run a coroutine as a task in ``context``."""
-        self._ask(partial(self._run, key, function, context))
+
+        def begin() -> None:
+            task = self._tasks[key] = self._loop.create_task(function(), context=context)
+            task.add_done_callback(partial(self._ended, key))
+
+        self._ask(begin)
 
     def call_later(self, wait_s: float, key: Hashable, function: Callable[[], None]) -> None:
         """Call ``function`` on the loop after ``wait_s`` seconds."""
-        self._ask(partial(self._call_later, wait_s, key, function))
+
+        def ring() -> None:
+            del self._timers[key]
+            function()
+
+        def begin() -> None:
+            self._timers[key] = self._loop.call_later(wait_s, ring)
+
+        self._ask(begin)
 
     def cancel(self, key: Hashable) -> None:
         """Cancel the task of ``key``, and remove its timer; do nothing if there is neither."""
-        self._ask(partial(self._cancel, key))
+
+        def cancel() -> None:
+            if (timer := self._timers.pop(key, None)) is not None:
+                timer.cancel()
+            if (task := self._tasks.get(key)) is not None:
+                task.cancel()
+
+        self._ask(cancel)
 
     def stop(self) -> None:
         """Cancel all tasks, and wait a moment until they have ended."""
@@ -70,28 +90,9 @@ class EffectLoop:
         while self._asked:
             self._asked.popleft()()
 
-    def _run(
-        self, key: Hashable, function: Callable[[], Coroutine[Any, Any, None]], context: contextvars.Context
-    ) -> None:
-        task = self._tasks[key] = self._loop.create_task(function(), context=context)
-        task.add_done_callback(partial(self._ended, key))
-
     def _ended(self, key: Hashable, task: asyncio.Task[None]) -> None:
         if self._tasks[key] is task:  # not the next attempt's
             del self._tasks[key]
-
-    def _call_later(self, wait_s: float, key: Hashable, function: Callable[[], None]) -> None:
-        def call() -> None:
-            del self._timers[key]
-            function()
-
-        self._timers[key] = self._loop.call_later(wait_s, call)
-
-    def _cancel(self, key: Hashable) -> None:
-        if (timer := self._timers.pop(key, None)) is not None:
-            timer.cancel()
-        if (task := self._tasks.get(key)) is not None:
-            task.cancel()
 
     async def _end(self) -> None:
         for timer in self._timers.values():

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -30,17 +31,15 @@ SAY_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
 SAY_FROM_ATTEMPT = 3  # the first ones are not shown: if the next attempt succeeds, nobody needs to know
 
 
+@dataclass(slots=True, eq=False)
 class _Attempt:
     """Attempt at an effect. ``number`` counts from 1. ``is_over``: an attempt with a timeout has ended. ``is_due``: an
     attempt after another one no longer waits for its time."""
 
-    __slots__ = ("is_due", "is_over", "number", "request")
-
-    def __init__(self, request: EffectRequest, number: int) -> None:
-        self.request = request
-        self.number = number
-        self.is_due = False
-        self.is_over = False
+    request: EffectRequest
+    number: int
+    is_due: bool = False
+    is_over: bool = False
 
     @property
     def timeout_s(self) -> float | None:
@@ -208,7 +207,6 @@ class LocalEffectRunner:
         request.try_now = partial(self._try_now, following)
 
     def _come_due(self, attempt: _Attempt) -> None:
-        """Begin, on the loop, an attempt whose time has come."""
         if self._is_first(attempt):
             self._begin(attempt)
 
@@ -330,7 +328,7 @@ class Threads(Generic[W]):
 #     IMMORTAL_EFFECTS='{"shop:charge": "fakes:charge"}'
 #
 # in the environment of the app; `immortal dev` takes it from ``immortal.toml``. Tests have their own way
-# (:mod:`immortal.appsdk.testing.node`).
+# (:mod:`immortal.appsdk.testing.outside`).
 
 
 class StubEffectRunner:

@@ -229,7 +229,7 @@ class Handler(property, Generic[P, R]):
     def __init__(
         self,
         function: Callable[..., R],
-        method_id: int | None,
+        method_id: int | None = None,
         *,
         decorator: str,
         raises: Raises = (),
@@ -405,7 +405,9 @@ def rpc(
     ``()``, the calls of a ``def`` are listed too. Raises DefinitionError.
     """
     running = Running(timeout, limit, limit_by)
-    decorator = _Decorator("rpc", id, raises, on_error=on_error, running=running, labels=labels)
+    decorator = _Decorator(
+        decorator="rpc", method_id=id, raises=raises, on_error=on_error, running=running, labels=labels
+    )
     return decorator if function is None else decorator(function)
 
 
@@ -430,7 +432,7 @@ def query(
     ones), or makes a call, a signal or a random draw, it fails with QueryError, and the state is as before it. The
     settings can allow a caller all queries of an instance at once: ``reports = ["@query"]``. Raises DefinitionError.
     """
-    decorator = _Decorator("query", id, raises)
+    decorator = _Decorator(decorator="query", method_id=id, raises=raises)
     return decorator if function is None else decorator(function)
 
 
@@ -466,7 +468,8 @@ def impulse(
     labels: Sequence[str] | None = None,
 ) -> Any:
     """Mark a method for input from outside, sent by :class:`Impulses`. Options: :func:`rpc`'s, without ``raises``."""
-    decorator = _Decorator("impulse", id, on_error=on_error, running=Running(timeout, limit, limit_by), labels=labels)
+    running = Running(timeout, limit, limit_by)
+    decorator = _Decorator(decorator="impulse", method_id=id, on_error=on_error, running=running, labels=labels)
     return decorator if function is None else decorator(function)
 
 
@@ -476,7 +479,7 @@ def every(period: str | timedelta, /) -> _Decorator:
     ``period`` is a number and ms, s, m, h, d or w, or a timedelta. After a time in which the app was down, one run
     replaces all that were missed. Raises DefinitionError.
     """
-    return _Decorator("every", None, (), Period(period))
+    return _Decorator(decorator="every", schedule=Period(period))
 
 
 def cron(expression: str, /, *, tz: str = "UTC") -> _Decorator:
@@ -486,55 +489,32 @@ def cron(expression: str, /, *, tz: str = "UTC") -> _Decorator:
     is seconds); ``tz`` is the name of a time zone, such as "Europe/Berlin". After a time in which the app was down, one
     run replaces all that were missed. Raises DefinitionError.
     """
-    return _Decorator("cron", None, (), Cron(expression, tz))
+    return _Decorator(decorator="cron", schedule=Cron(expression, tz))
 
 
 class _Decorator:
     """Decorator with options, returned by ``@rpc(id=...)`` and the like."""
 
-    def __init__(
-        self,
-        decorator: str,
-        method_id: int | None,
-        raises: Raises = (),
-        schedule: Schedule | None = None,
-        on_error: OnError | None = None,
-        running: Running | None = None,
-        labels: Sequence[str] | None = None,
-    ) -> None:
-        self._decorator = decorator
-        self._labels = labels
-        self._method_id = method_id
-        self._raises = raises
-        self._schedule = schedule
-        self._on_error = on_error
-        self._running = running
+    def __init__(self, **options: Any) -> None:
+        """Make the decorator. ``options``: those of :class:`Handler`."""
+        self._options = options
 
     @overload
     def __call__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
     def __call__(self, function: Callable[..., Any], /) -> Any:
-        handler: Handler[Any, Any] = Handler(
-            function,
-            self._method_id,
-            decorator=self._decorator,
-            raises=self._raises,
-            schedule=self._schedule,
-            on_error=self._on_error,
-            running=self._running,
-            labels=self._labels,
-        )
+        handler: Handler[Any, Any] = Handler(function, **self._options)
         if handler.is_query and handler.is_async:
             raise DefinitionError(
                 f"{function.__qualname__}: @query belongs on a plain 'def', which answers at once: a handler that "
                 f"waits is part of the state: make it an @rpc"
             )
-        if self._schedule and any(
+        if handler.schedule and any(
             parameter.default is inspect.Parameter.empty for parameter in handler.signature.parameters.values()
         ):
             raise DefinitionError(
-                f"{function.__qualname__}: @{self._decorator} calls it without arguments: leave the parameters out"
+                f"{function.__qualname__}: @{handler.decorator} calls it without arguments: leave the parameters out"
             )
         return handler
 

@@ -13,6 +13,7 @@ from msgspec import Struct, field
 
 from immortal.appsdk.calls.codec import ArgumentCodec, annotated_names
 from immortal.appsdk.calls.failures import checked_on_error
+from immortal.appsdk.effects.effect import CONCURRENT_EFFECTS
 from immortal.appsdk.errors import DefinitionError, OnError
 from immortal.appsdk.handlers.decorators import HOOK_MARK, Handler, definition_key
 from immortal.appsdk.state.schema import StateSchema, hook_of
@@ -79,11 +80,11 @@ class Definition(Struct):
 
     cls: type
     base: type  # Immortal
-    serializer: Serializer
     formerly: tuple[str, ...]
-    checkpoint_mode: CheckpointMode
     given_version: int | None  # set by the class itself
-    concurrent_effects: int
+    serializer: Serializer = "msgspec"
+    checkpoint_mode: CheckpointMode = "inline"
+    concurrent_effects: int = CONCURRENT_EFFECTS
     on_error: OnError = "undo"
     handler_time_limit: timedelta | None = None  # a handler that exceeds it ends the process
     share_tracebacks: bool = False  # with callers that wait for a call that fails
@@ -197,73 +198,52 @@ def definition_of(cls: object) -> Definition:
     return cast(Definition, definition)
 
 
-def define(
-    cls: type,
-    base: type,
-    serializer: Serializer,
-    formerly: Iterable[str],
-    checkpoint_mode: CheckpointMode,
-    version: int | None,
-    concurrent_effects: int,
-    on_error: OnError = "undo",
-    handler_time_limit: timedelta | None = None,
-    *,
-    share_tracebacks: bool = False,
-    concurrent_handlers: int | None = None,
-    nodes: Iterable[Any] = (),
-    roles: Mapping[str, Iterable[str]] | None = None,
-) -> Definition:
-    """Collect and check the declarations of a class. Raises DefinitionError."""
-    if serializer not in ("msgspec", "pickle"):
-        raise DefinitionError(f"{cls.__qualname__}: serializer={serializer!r}: 'msgspec' or 'pickle' were expected")
-    if checkpoint_mode not in ("inline", "fork"):
-        raise DefinitionError(f"{cls.__qualname__}: checkpoint={checkpoint_mode!r}: 'inline' or 'fork' were expected")
-    if version is not None and (
-        isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= VERSION_MAX
+def define(definition: Definition, roles: Mapping[str, Iterable[str]] | None = None) -> Definition:
+    """Check the options of a new class, and collect and check its declarations. Raises DefinitionError."""
+    cls, name = definition.cls, definition.name
+    for option, mode, modes in (
+        ("serializer", definition.serializer, ("msgspec", "pickle")),
+        ("checkpoint", definition.checkpoint_mode, ("inline", "fork")),
     ):
-        raise DefinitionError(f"{cls.__qualname__}: version={version!r}: a number from 1 to {VERSION_MAX} was expected")
-    for name, number in {"concurrent_effects": concurrent_effects, "concurrent_handlers": concurrent_handlers}.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise DefinitionError(f"{cls.__qualname__}: {name}={number!r}: a number from 1 was expected")
-    if handler_time_limit is not None and (
-        not isinstance(handler_time_limit, timedelta) or handler_time_limit <= timedelta()
-    ):
+        if mode not in modes:
+            raise DefinitionError(f"{name}: {option}={mode!r}: {modes[0]!r} or {modes[1]!r} were expected")
+    version = definition.given_version
+    if version is not None and (not _is_number(version) or version > VERSION_MAX):
+        raise DefinitionError(f"{name}: version={version!r}: a number from 1 to {VERSION_MAX} was expected")
+    for option in ("concurrent_effects", "concurrent_handlers"):
+        number = getattr(definition, option)
+        if number is not None and not _is_number(number):
+            raise DefinitionError(f"{name}: {option}={number!r}: a number from 1 was expected")
+    limit = definition.handler_time_limit
+    if limit is not None and (not isinstance(limit, timedelta) or limit <= timedelta()):
         raise DefinitionError(
-            f"{cls.__qualname__}: handler_time_limit={handler_time_limit!r}: a timedelta was expected, such as "
-            f"timedelta(seconds=30)"
+            f"{name}: handler_time_limit={limit!r}: a timedelta was expected, such as timedelta(seconds=30)"
         )
-    definition = Definition(
-        cls,
-        base,
-        serializer,
-        tuple(formerly),
-        checkpoint_mode,
-        version,
-        concurrent_effects,
-        checked_on_error(cls.__qualname__, on_error),
-        handler_time_limit,
-        share_tracebacks,
-        concurrent_handlers,
-        nodes=_checked_nodes(cls, nodes),
-    )
-    _check_names(cls, base)
+    definition.on_error = checked_on_error(name, definition.on_error)
+    definition.nodes = _checked_nodes(cls, definition.nodes)
+    for own_name in [*vars(cls), *annotated_names(cls)]:
+        if own_name == "main" or (own_name.startswith("_immortal_") and own_name in vars(definition.base)):
+            raise DefinitionError(f"{name}.{own_name}: {own_name!r} is one of Immortal's own names: choose another")
     for ancestor in reversed(cls.__mro__):
-        for name, value in vars(ancestor).items():
-            _add(definition, name, value, cls)
+        for own_name, value in vars(ancestor).items():
+            _add(definition, own_name, value, cls)
     if (hook_of(cls, "checkpoint") is None) != (hook_of(cls, "restore") is None):
         raise DefinitionError(
-            f"{cls.__qualname__}: checkpoint and restore go together: define 'def checkpoint(self) -> bytes' and "
+            f"{name}: checkpoint and restore go together: define 'def checkpoint(self) -> bytes' and "
             f"'def restore(self, blob: bytes) -> None'"
         )
     _check_method_ids(definition)
     inherited: Definition | None = getattr(cls, "_immortal_definition", None)
-    definition.roles = roles_of(cls.__qualname__, definition.handlers, roles, inherited.roles if inherited else {})
+    definition.roles = roles_of(name, definition.handlers, roles, inherited.roles if inherited else {})
     definition.resolve(names_may_be_missing=True)
     return definition
 
 
+def _is_number(given: object) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 1
+
+
 def _checked_nodes(cls: type, nodes: Any) -> tuple[Any, ...]:
-    """Return the classes of nodes. Raises DefinitionError."""
     given = nodes if isinstance(nodes, tuple | list) else (nodes,)
     known: set[str] = set()
     for node in given:
@@ -275,12 +255,6 @@ def _checked_nodes(cls: type, nodes: Any) -> tuple[Any, ...]:
                 raise DefinitionError(f"{cls.__qualname__}: nodes=(...): two of them are called {name!r}")
             known.add(name)
     return tuple(given)
-
-
-def _check_names(cls: type, base: type) -> None:
-    for name in [*vars(cls), *annotated_names(cls)]:
-        if name == "main" or (name.startswith("_immortal_") and name in vars(base)):
-            raise DefinitionError(f"{cls.__qualname__}.{name}: {name!r} is one of Immortal's own names: choose another")
 
 
 def _add(definition: Definition, name: str, value: object, cls: type) -> None:

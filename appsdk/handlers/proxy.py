@@ -44,7 +44,10 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
     found (yet) is left out: its first call will report that.
     """
     initial = f"{definition.name}.{definition.initial or 'initial'}"
-    found = [("", INITIAL_METHOD_ID, initial), *_handler_names("", definition), *_query_names(definition)]
+    found = [("", INITIAL_METHOD_ID, initial)]
+    for handler in definition.handlers.values():
+        groups = ("", QUERIES) if handler.is_query else ("",)
+        found += [(group, handler.method_id, handler.function.__qualname__) for group in groups]
     if definition.has_tasks or any(handler.schedule for handler in definition.handlers.values()):
         found.append(("", CLOCK_METHOD_ID, "the clock"))
     if definition.has_tasks:
@@ -52,7 +55,8 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
         found.append(("", ORDER_METHOD_ID, "an operator's order"))
     for source in definition.peers.values():
         with contextlib.suppress(Exception):  # whatever importing its module raises
-            found += _handler_names(source.name, source.resolve())
+            handlers = source.resolve().handlers.values()
+            found += [(source.name, handler.method_id, handler.function.__qualname__) for handler in handlers]
     return {(destination, method_id): _clipped(name) for destination, method_id, name in found}
 
 
@@ -75,17 +79,6 @@ def _role_names(definition: Definition) -> dict[tuple[str, int], str]:
         for handler in one.handlers.values():
             found[handler.method_id] = _clipped(handler.function.__qualname__), one.roles.get(handler.name, ())
     return {(role, method_id): name for method_id, (name, roles) in found.items() for role in roles}
-
-
-def _handler_names(destination: str, definition: Definition) -> Iterator[tuple[str, int, str]]:
-    for handler in definition.handlers.values():
-        yield destination, handler.method_id, handler.function.__qualname__
-
-
-def _query_names(definition: Definition) -> Iterator[tuple[str, int, str]]:
-    for handler in definition.handlers.values():
-        if handler.is_query:
-            yield QUERIES, handler.method_id, handler.function.__qualname__
 
 
 def _clipped(name: str) -> str:

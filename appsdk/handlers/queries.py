@@ -47,7 +47,6 @@ class _Budget(Struct):
     compared: set[int] = field(default_factory=set)
 
     def allows(self, method_id: int) -> bool:
-        """Return True if one more query can be compared."""
         self.owed_bytes = max(0, self.owed_bytes - self.bytes_per_query)
         return not self.owed_bytes or method_id not in self.compared
 

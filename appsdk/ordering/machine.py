@@ -130,9 +130,10 @@ class Ordering:
         """
         state = self.state
         state.sent_count = number = state.sent_count + 1
-        state.clock = estimate = self._tick()
+        state.clock = estimate = state.clock + 1
         sent = self._sent[number] = Sent(number, estimate, list(destinations), now_ns, scope=scope)
-        sent.alone = self._is_alone(sent)
+        # It needs no Commit. A run with a scope does: it can be cancelled until it is committed.
+        sent.alone = scope is None and len(sent.destinations) == 1 and state.standing == number - 1
         for index, destination in enumerate(destinations):
             theirs = calls[index if len(calls) > 1 else 0]
             if destination == self.name:
@@ -153,13 +154,6 @@ class Ordering:
             destination, Propose(method_id, self.name, sent.number, sent.estimate, filed.calls, False, sent.scope)
         )
         return True
-
-    def _is_alone(self, sent: Sent) -> bool:
-        """Return True if a run needs no Commit. A run with a scope does: it can be cancelled until it is committed."""
-        return sent.scope is None and len(sent.destinations) == 1 and self.state.standing == sent.number - 1
-
-    def _tick(self) -> Timestamp:
-        return self.state.clock + 1
 
     def _advance(self) -> None:
         """Make timestamps final, and commit runs that stand everywhere: both in the order of sending."""

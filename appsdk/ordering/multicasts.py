@@ -88,24 +88,15 @@ class Saved(msgspec.Struct):
 
 _decode_saved = decoding.Decoder(Saved).decode
 decode_propose: Callable[[bytes], Propose] = decoding.Decoder(Propose).decode
-_decode_one: Any = decoding.Decoder(tuple[Message]).decode
 
 
-def decode_ordering_message(data: bytes) -> Message:
-    """Decode a message between sender and destination. Raises msgspec.DecodeError."""
-    message: Message = _decode_one(data)[0]
-    return message
+def _decoder_of_one(kind: Any) -> Callable[[bytes], Any]:
+    decode: Any = decoding.Decoder(tuple[kind]).decode
+    return lambda data: decode(data)[0]
 
 
-_decode_fencing: Any = decoding.Decoder(tuple[Fencing]).decode
-
-
-def decode_fence_message(data: bytes) -> Fencing:
-    """Decode a message about fences. Raises msgspec.DecodeError."""
-    message: Fencing = _decode_fencing(data)[0]
-    return message
-
-
+decode_ordering_message: Callable[[bytes], Message] = _decoder_of_one(Message)
+decode_fence_message: Callable[[bytes], Fencing] = _decoder_of_one(Fencing)
 decode_executed: Callable[[bytes], Executed] = decoding.Decoder(Executed).decode
 
 
@@ -119,7 +110,7 @@ class Multicasts:
         self.expel_after: dict[str, int] = {}  # by group: ns of silence after which a member is expelled
         self.due_ns: int | None = None  # when to call :meth:`tick`, ns since the Unix epoch; None: never
         self._context = context
-        self._ordering: Ordering | None = None
+        self.ordering: Ordering | None = None  # the queue of runs; None: there was no ordered multicast yet
         self._sending: Sending | None = None
         self._clients: set[tuple[str, int]] = set()
         self._pushed: Parts = {}
@@ -133,9 +124,9 @@ class Multicasts:
 
     def save(self) -> bytes | None:
         """Encode the queues for a checkpoint; None: there was no ordered multicast yet."""
-        if self._ordering is None or self._sending is None:
+        if self.ordering is None or self._sending is None:
             return None
-        saved = Saved(self._ordering.name, self._ordering.save(), self._sending.waiting, sorted(self._clients))
+        saved = Saved(self.ordering.name, self.ordering.save(), self._sending.waiting, sorted(self._clients))
         return encoder.encode(saved)
 
     def restore(self, data: bytes | None) -> None:
@@ -143,7 +134,7 @@ class Multicasts:
         self._pushed, self._released, self._own_calls = {}, [], []
         self.due_ns = None
         if data is None:
-            self._ordering = self._sending = None
+            self.ordering = self._sending = None
             self._context.outbox.holder = None
             self._clients = set()
             return
@@ -157,14 +148,14 @@ class Multicasts:
             self.due_ns = 0  # as soon as the app is primary, see which runs are late
 
     def _begin(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
-        self._ordering = Ordering(name, state)
-        self._sending = Sending(self._ordering, self._leave, waiting, own=name)
+        self.ordering = Ordering(name, state)
+        self._sending = Sending(self.ordering, self._leave, waiting, own=name)
         self._context.outbox.holder = self
 
     def _both(self) -> tuple[Ordering, Sending]:
         """Return both queues; create them at first use. Raises UsageError."""
         context = self._context
-        if self._ordering is None or self._sending is None:
+        if self.ordering is None or self._sending is None:
             if not context.instance_name or context.source is None:
                 raise UsageError(
                     f"{WHAT}: the log does not say what this instance is called, or the coordinator does not say who "
@@ -172,12 +163,7 @@ class Multicasts:
                 )
             self._begin(context.instance_name)
             return self._both()
-        return self._ordering, self._sending
-
-    @property
-    def ordering(self) -> Ordering | None:
-        """Queue of runs, for inspection; None: there was no ordered multicast yet."""
-        return self._ordering
+        return self.ordering, self._sending
 
     @property
     def waiting(self) -> list[Run | Held]:
@@ -185,7 +171,7 @@ class Multicasts:
 
     def describe(self) -> list[dict[str, Any]]:
         """Describe the instances that this one waits for: ``for``, ``what``, ``since_ns``, ``count`` of its entries."""
-        ordering = self._ordering
+        ordering = self.ordering
         if ordering is None:
             return []
         found = []
@@ -208,7 +194,7 @@ class Multicasts:
 
     def waits_for(self) -> list[str]:
         """Return the instances that must answer before the queue continues."""
-        ordering = self._ordering
+        ordering = self.ordering
         first = None if ordering is None else ordering.first()
         if ordering is None or first is None or first.stage == Stage.COMMITTED:
             return []
@@ -251,13 +237,13 @@ class Multicasts:
 
     def is_cut(self, scope: Scope, destinations: list[str]) -> bool:
         """Return True if nothing can be sent to these destinations: one of them is being expelled."""
-        return self._ordering is not None and self._ordering.fences.cuts(scope, destinations)
+        return self.ordering is not None and self.ordering.fences.cuts(scope, destinations)
 
     # --- requests of nodes --------------------------------------------------------------------------------------------
 
     def calls_of(self, sender: str) -> Iterator[list[bytes]]:
         """Yield the calls of each run of ``sender`` that is not delivered here yet."""
-        ordering = self._ordering
+        ordering = self.ordering
         if ordering is not None:
             yield from (filed.calls for filed in ordering.runs() if filed.sender == sender)
             if sender == ordering.name:
@@ -297,7 +283,7 @@ class Multicasts:
         """Return True if a message to ``destination`` must wait.
 
         A message to others waits for all earlier multicasts, one to oneself for those that come back here."""
-        ordering, sending = self._ordering, self._sending
+        ordering, sending = self.ordering, self._sending
         if ordering is None or sending is None:
             return False
         if destination and destination != ordering.name:
@@ -322,7 +308,7 @@ class Multicasts:
 
     def flush(self) -> None:
         """Send the multicasts of the last message. Called between two messages."""
-        sending, ordering, context = self._sending, self._ordering, self._context
+        sending, ordering, context = self._sending, self.ordering, self._context
         if sending is None or ordering is None or not sending.waiting:
             return
         # The run belongs to that message, even if the next one has begun already: a what-if shows this.
@@ -404,7 +390,7 @@ class Multicasts:
     @property
     def is_busy(self) -> bool:
         """True if the queue has an entry, or can have one soon: other input can have to wait for it."""
-        ordering = self._ordering
+        ordering = self.ordering
         return ordering is not None and (ordering.is_busy or bool(self.waiting))
 
     def files(self, message: Plain) -> bool:
@@ -434,7 +420,7 @@ class Multicasts:
 
     def _look_for_late(self) -> QueuedRun | None:
         """Return the run that has delayed others for LATE_NS; None: set the time of the next check."""
-        ordering = self._ordering
+        ordering = self.ordering
         late = None if ordering is None else ordering.late
         self.due_ns = None if late is None else late.since_ns + LATE_NS
         if ordering is not None and self.expel_after:
@@ -497,7 +483,7 @@ class Multicasts:
             write(parts, (action.group, action.member, action.view))
 
     def _leave(self, held: Held) -> None:
-        ordering = self._ordering
+        ordering = self.ordering
         if held.effect:
             self.run_effect(held.effect)
         elif not held.destination and ordering is not None and ordering.is_busy:

@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.user_code import describe_arguments
 from immortal.appsdk.effects.effect import encodable
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.state.journal import Entry, SavedTask
 from immortal.appsdk.types.handles import read_extension
 from immortal.protocol import decoding
+from immortal.protocol.client_frames import Caller
 from immortal.protocol.executions import INDEX_BITS, TIMEOUT_S, key_of_call, open_to_write
 
 FLUSH_S = 0.25  # a commit costs as much as several rows
@@ -89,7 +89,16 @@ class ExecutionWriter:
 
     def began_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
         """Note the new arguments of continue_as."""
-        self._put(self._write_again, number, handler, arguments)
+
+        def write() -> None:
+            text, _ = _shown_call(handler, arguments)
+            if (row := self._rows.get(number)) is not None:
+                row[_TEXT], row[_DATA] = text, _kept(arguments)
+            else:
+                values = text, _kept(arguments), number
+                self._execute("update executions set arguments = ?, data = ? where key = ?", values)
+
+        self._put(write)
 
     def ended(
         self,
@@ -116,15 +125,25 @@ class ExecutionWriter:
 
     def handled(
         self,
-        call: SavedTask,
+        context: Context,
         handler: Handler[Any, Any],
+        arguments: bytes,
+        caller: Caller | None,
         labels: Mapping[str, str],
         state: str,
         result: bytes | str | None,
     ) -> None:
-        """Note a call of a ``def`` handler."""
-        call = msgspec.structs.replace(call, number=key_of_call(call.sequence_id, call.message_index))
-        self._put(self._write_handled, call, handler, labels, state, result)
+        """Note a call of a ``def`` handler: the message of ``context``. ``caller``: None if nobody waits."""
+        place, time_ns = (context.sequence_id, context.message_index), context.record_time_ns or 0
+        name, number = (None, 0) if caller is None else (caller.name, caller.number)
+        call = SavedTask(key_of_call(*place), 0, handler.method_id, arguments, name, number, time_ns, [], [], *place)
+
+        def write() -> None:
+            self._write_began(call, handler, None)
+            self._write_labels(call.number, labels)
+            self._write_ended(call.number, state, result, (), time_ns, place)
+
+        self._put(write)
 
     def restored(self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]) -> None:
         """Note that all input after ``record`` is handled again, from async handler ``next_number`` on."""
@@ -209,27 +228,6 @@ class ExecutionWriter:
             self._execute(sql, (call.number,))
         self._rows[call.number] = [*front, *place, text, _kept(call.arguments), None, None, origin, None, None]
         self._write_labels(call.number, labels)
-
-    def _write_handled(
-        self,
-        call: SavedTask,
-        handler: Handler[Any, Any],
-        labels: Mapping[str, str],
-        state: str,
-        result: bytes | str | None,
-    ) -> None:
-        self._write_began(call, handler, None)
-        self._write_labels(call.number, labels)
-        place = call.sequence_id, call.message_index
-        self._write_ended(call.number, state, result, (), call.started_ns, place)
-
-    def _write_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
-        text, _ = _shown_call(handler, arguments)
-        if (row := self._rows.get(number)) is not None:
-            row[_TEXT], row[_DATA] = text, _kept(arguments)
-        else:
-            values = text, _kept(arguments), number
-            self._execute("update executions set arguments = ?, data = ? where key = ?", values)
 
     def _write_ended(
         self,

@@ -277,7 +277,6 @@ def _answer(options: argparse.Namespace) -> tuple[int, Any]:
 
 
 def _write_rows(definition: Definition, blob: bytes, out: Path) -> int:
-    """Write the rows of a state into ``out``. Return the number of lines."""
     count = 0
     with open(out, "w", encoding="utf-8", opener=opener) as file:
         for table, row in rows(definition, blob):

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,10 @@ class AppLife:
         if options.stop is not None:
             self._listen(definition.name)
         self._wake = wake
-        self._effects = _effect_runner(definition, lambda: self.loop.now_ns())
+        self._effects: LocalEffectRunner | None = None
+        if any(one.has_tasks for one in definition.chain):
+            warn = partial(say, definition.name)
+            self._effects = LocalEffectRunner(definition.concurrent_effects, warn, lambda: self.loop.now_ns())
         effects: EffectRunner | None = self._effects
         if effects is not None and options.effects:
             effects = StubEffectRunner(effects, load_run_stand_ins(options, definition.name))
@@ -82,7 +86,7 @@ class AppLife:
         if options.executions is not None and any(one.has_executions for one in definition.chain):
             from immortal.appsdk.running.executions import ExecutionWriter
 
-            self._executions = ExecutionWriter(*options.executions, lambda text: say(definition.name, text))
+            self._executions = ExecutionWriter(*options.executions, partial(say, definition.name))
             self.dispatcher.tasks.executions = self._executions
         self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, self._journal_grew)
         limit = QueryLimit()
@@ -91,7 +95,7 @@ class AppLife:
             lambda: self.dispatcher.records.now_handling,
             send_from_other_thread,
             None if stop is not None else definition.handler_time_limit,
-            lambda text: say(definition.name, text),
+            partial(say, definition.name),
             is_left if stop is None else lambda: False,
             query_limit=limit,
         )
@@ -105,7 +109,7 @@ class AppLife:
         from immortal.appsdk.running.time_limits import HandlerTimings
 
         folder, limit_bytes = options.timings
-        self._timings = HandlerTimings(folder, limit_bytes, lambda text: say(definition.name, text))
+        self._timings = HandlerTimings(folder, limit_bytes, partial(say, definition.name))
         return self._timings.make_delivery
 
     def _listen(self, label: str) -> None:
@@ -194,12 +198,6 @@ def say(label: str, text: str) -> None:
 def show(text: str) -> None:
     """Print a text on stderr as it is."""
     print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201 (the one place)
-
-
-def _effect_runner(definition: Definition, now_ns: Callable[[], int]) -> LocalEffectRunner | None:
-    if not any(one.has_tasks for one in definition.chain):
-        return None
-    return LocalEffectRunner(definition.concurrent_effects, lambda text: say(definition.name, text), now_ns)
 
 
 def load_run_stand_ins(options: RunOptions, label: str) -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -146,8 +146,7 @@ class LocalApp:
         self._say((encode_message(MessageType.SNAPSHOT_END, b""),))
 
     def take_output(self) -> None:
-        for chunk in self.dispatcher.data_to_send():
-            self.output += chunk
+        self._say(self.dispatcher.data_to_send())
 
     def _say(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:

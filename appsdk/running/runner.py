@@ -197,7 +197,6 @@ def _run_connected(definition: Definition, connection: socket.socket, address: s
 def run_to_status(
     cls: type,
     address: str | None,
-    connect_timeout_s: float = CONNECT_TIMEOUT_S,
     options: RunOptions | None = None,
     secret_file: str | None = None,
 ) -> int:
@@ -211,13 +210,11 @@ def run_to_status(
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, end)
     with mark_interrupts():
-        end.status = _run_to_status(cls, address, connect_timeout_s, options, secret_file)
+        end.status = _run_to_status(cls, address, options, secret_file)
     return end.status  # it stays the status, whatever happens while Python ends
 
 
-def _run_to_status(
-    cls: type, address: str | None, connect_timeout_s: float, options: RunOptions | None, secret_file: str | None
-) -> int:
+def _run_to_status(cls: type, address: str | None, options: RunOptions | None, secret_file: str | None) -> int:
     label = getattr(cls, "__qualname__", repr(cls))
     try:
         definition = definition_of(cls)
@@ -229,13 +226,8 @@ def _run_to_status(
                 f"no address of a coordinator: set {ADDRESS_VARIABLE} (unix:PATH or HOST:PORT), give --address, or "
                 f"start both with 'immortal run NAME module:Class'"
             )
-        run_connection(
-            definition,
-            address,
-            connect_timeout_s,
-            options,
-            secret_file=secret_file or os.environ.get(SECRET_FILE_VARIABLE),
-        )
+        secret_file = secret_file or os.environ.get(SECRET_FILE_VARIABLE)
+        run_connection(definition, address, options=options, secret_file=secret_file)
         if options.stop is not None and not options.stop.reached:
             say(label, f"{options.stop} did not come: there was nothing to stop at")
         return EXIT_DONE

@@ -22,7 +22,7 @@ from datetime import timedelta
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -243,17 +243,13 @@ def limited(encode: Callable[[], T]) -> T:
         return encode()
     except _TakesTooLong:
         is_over = True
-        _refuse()
+        error = StateError(f"to encode the state has not come to its end within {ENCODING_LIMIT_S:g} s")
+        error.takes_too_long = True
+        raise error from None
     finally:
         is_over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-
-def _refuse() -> NoReturn:
-    error = StateError(f"to encode the state has not come to its end within {ENCODING_LIMIT_S:g} s")
-    error.takes_too_long = True
-    raise error from None
 
 
 _KIND = int(TimingKind.HANDLED)

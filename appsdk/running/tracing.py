@@ -10,7 +10,7 @@ import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeVar
 
 from msgspec import Struct, field
@@ -365,16 +365,14 @@ class RunMatcher:
         """Forget a handler: it has ended here, or never begun."""
         handler = self._handlers.pop(number, None)
         if handler is not None:
-            for counterparts in handler.ahead.values():
-                for counterpart in counterparts:
-                    self._unregister(counterpart)
+            for counterpart in chain.from_iterable(handler.ahead.values()):
+                self._unregister(counterpart)
 
     def restored(self) -> None:
         """Register the counterparts again, after the waits were registered again."""
         for handler in self._handlers.values():
-            for counterparts in handler.ahead.values():
-                for counterpart in counterparts:
-                    self._register(counterpart)
+            for counterpart in chain.from_iterable(handler.ahead.values()):
+                self._register(counterpart)
 
     # --- this run ---------------------------------------------------------------------------------------------------
 
@@ -421,7 +419,7 @@ class RunMatcher:
 
     def _renumber(self, own: int, number: int) -> None:
         """Register an operation under the other run's number. Timers and events need none."""
-        operation = self._tasks.calls.get(own) or self._tasks.effects.get(own)
+        operation = self._tasks.calls.get(own) or self._tasks.effects.waiting.get(own)
         if operation is not None:
             self._tasks.unregister(operation)
             operation.number = number

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from immortal.appsdk.dispatch.events import Flush, Goodbye
-from immortal.appsdk.errors import AppError, ConnectError, Disconnected, Refused, UpgradeError
+from immortal.appsdk.errors import ConnectError, Disconnected, Refused, UpgradeError
 from immortal.appsdk.running.app_loop import AppLoop
 from immortal.protocol.app_handshake import (
     ANSWER_SIZE_BYTES_MAX,
@@ -173,11 +173,6 @@ class Transport:
         self._poll.register(waker.fileno(), select.POLLIN)
         self._interest = 0
 
-    def fail(self, error: AppError) -> None:
-        """End the run with this error. For any thread."""
-        self._loop.fail(error)
-        self._waker.wake()
-
     def run(self) -> str:
         """Run until the coordinator says Goodbye; return its reason. Raises Disconnected, errors of AppLoop.step."""
         try:
@@ -259,7 +254,6 @@ class Transport:
             loop.lock.release()
 
     def _send(self) -> None:
-        """Send as much as the socket takes now."""
         with self._loop.lock:
             self._send_pending()
 

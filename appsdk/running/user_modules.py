@@ -18,7 +18,6 @@ import linecache
 import os
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
@@ -34,7 +33,7 @@ from types import CodeType, ModuleType
 from typing import Any
 from zipimport import zipimporter
 
-from immortal.appsdk.calls.user_code import is_own
+from immortal.appsdk.calls.user_code import is_own, is_users
 from immortal.appsdk.errors import DefinitionError, LoadError
 from immortal.appsdk.types.registry import current_module
 from immortal.protocol.errors import ImmortalError
@@ -207,18 +206,6 @@ CODE_VARIABLE = "IMMORTAL_CODE"
 NOTES_VARIABLE = "IMMORTAL_CODE_NOTES"
 """Variable with a file that gets a JSON line per user module: {"module", "file", "sha256"}. Set only in replays."""
 
-_SDK = str(Path(__file__).parents[2])
-_INSTALLED = frozenset({"site-packages", "dist-packages"})  # below these only the package of the class is the user's
-
-
-def is_users(top: str, fullname: str, origin: str) -> bool:
-    """Return True if a module of the file ``origin`` is the user's. ``top``: the package of the app's class."""
-    if fullname.partition(".")[0] == top:
-        return True
-    if not os.path.isabs(origin) or _INSTALLED & set(origin.split(os.sep)):
-        return False
-    return not any(_is_below(origin, folder) for folder in (sysconfig.get_path("stdlib"), _SDK))
-
 
 def sources_of(cls: type) -> dict[str, tuple[str, bytes]]:
     """Read the sources of the loaded user modules; return {name in an archive: (path, source)}.
@@ -283,7 +270,7 @@ class UserCode(MetaPathFinder):
         if spec is None or spec.loader is None or not spec.origin:
             return spec
         is_code = self._is_in_code(spec.origin)
-        if is_code or self._is_users(fullname, spec.origin):
+        if is_code or is_users(self._top, fullname, spec.origin):
             self._is_used |= is_code
             self._take(fullname, spec)
         return spec
@@ -304,9 +291,6 @@ class UserCode(MetaPathFinder):
 
     def _is_in_code(self, place: str) -> bool:
         return bool(self._code) and _is_below(place, self._code)
-
-    def _is_users(self, fullname: str, origin: str) -> bool:
-        return is_users(self._top, fullname, origin)
 
     def _take(self, fullname: str, spec: ModuleSpec) -> None:
         """Let a module be compiled from its source, and noted; one without a source is noted as it is."""

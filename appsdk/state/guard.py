@@ -14,7 +14,6 @@ from typing import Any
 
 from immortal.appsdk.errors import StateError
 from immortal.appsdk.state.schema import StateSchema
-from immortal.appsdk.types.encoding import encode_value
 
 SMALL_SIZE_BYTES_MAX = 4 << 10
 """Size of attributes that are encoded each time, all together: about 10 microseconds."""
@@ -102,7 +101,7 @@ class Guard:
             return found
         for name in schema.fields:
             try:
-                found[name] = self._encoded(getattr(instance, name))
+                found[name] = schema.raw(getattr(instance, name))
             except Exception:
                 self._left_out.add(name)
         left_bytes, small = SMALL_SIZE_BYTES_MAX, {}
@@ -112,12 +111,6 @@ class Guard:
                 break
             small[name] = found[name]
         return small
-
-    def _encoded(self, value: Any) -> bytes:
-        schema = self._schema
-        if schema is not None and schema.serializer == "pickle":
-            return schema.pickled(value)
-        return encode_value(value)
 
     def give_up(self) -> None:
         """Stop until the state is next saved: later messages must not be blamed for the present problem."""
@@ -156,7 +149,7 @@ class Guard:
                 self._seen[name] = _Seen(value, None)
             return problem
         try:
-            data = self._encoded(value)
+            data = schema.raw(value)
         except Exception:  # the other function explains the error
             return self._problem(name, value)
         if not is_new and data == seen.data:

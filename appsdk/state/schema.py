@@ -235,9 +235,11 @@ class StateSchema:
         if not self._forms[name].is_sure:
             self._require_restored(name, value, data)
 
-    def pickled(self, value: Any) -> bytes:
-        """Return a value pickled. Raises what a class of the user's raises."""
-        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    def raw(self, value: Any) -> bytes:
+        """Return a value encoded without any check. Raises what a class of the user's raises."""
+        if self.serializer == "pickle":
+            return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        return encode_value(value)
 
     def _unfit(self, name: str, error: NotRoundTrippableError) -> StateError:
         path = f" {error.path}" if error.path else ""
@@ -253,11 +255,9 @@ class StateSchema:
         """
         if self.serializer == "own":
             return {"": instance.checkpoint()}
-        encode = pickle.dumps if self.serializer == "pickle" else encode_value
-        return {name: encode(getattr(instance, name)) for name in self.fields}
+        return {name: self.raw(getattr(instance, name)) for name in self.fields}
 
     def _collect(self, instance: Any) -> dict[str, Any]:
-        """Return the attributes to be saved, by name."""
         self.require_annotated(instance)
         values = {}
         for name in self.fields:
@@ -283,7 +283,6 @@ class StateSchema:
             )
 
     def _verify(self, values: dict[str, Any], blob: bytes) -> None:
-        """Check that the state would be decoded unchanged. Raises StateError."""
         raws = decoding.decode(blob, type=dict[str, msgspec.Raw])
         for name, raw in raws.items():
             self._require_restored(name, values[name], bytes(raw))
@@ -305,7 +304,7 @@ class StateSchema:
 
     def _pickled(self, values: dict[str, Any]) -> bytes:
         try:
-            return pickle.dumps(values, protocol=pickle.HIGHEST_PROTOCOL)
+            return self.raw(values)
         except MemoryError:
             raise
         except Exception as error:  # anything that a __reduce__ raises
@@ -336,28 +335,20 @@ class StateSchema:
                 f"{self._class_name}: the checkpoint was written by {envelope.serializer!r}, now the class has "
                 f"{self.serializer!r}: go back, or write a 'restore' of your own that reads the old form"
             )
-        if self.serializer == "pickle":
-            values = self._unpickled(state)
-        else:
-            values = self._decode(state)
-        for name, value in values.items():
-            setattr(instance, name, value)
-
-    def _unpickled(self, state: memoryview) -> dict[str, Any]:
-        try:
-            values: dict[str, Any] = _Unpickler(io.BytesIO(state)).load()
-        except Exception as error:
-            raise StateError(f"{self._class_name}: the pickled state can't be read: {error!r}") from None
+        values = self._read(state)
         self._require_names(values)
-        return values
+        for name, value in values.items():
+            setattr(instance, name, value if self.serializer == "pickle" else self.decode_attribute(name, value))
 
-    def _decode(self, state: memoryview) -> dict[str, Any]:
+    def _read(self, state: memoryview) -> dict[str, Any]:
         try:
-            raws = decoding.decode(state, type=dict[str, msgspec.Raw])
+            if self.serializer == "pickle":
+                return _Unpickler(io.BytesIO(state)).load()  # type: ignore[no-any-return]
+            return decoding.decode(state, type=dict[str, msgspec.Raw])
         except decoding.DecodeError as error:
             raise StateError(f"{self._class_name}: the state in the checkpoint can't be read: {error}") from None
-        self._require_names(raws)
-        return {name: self.decode_attribute(name, raw) for name, raw in raws.items()}
+        except Exception as error:  # whatever unpickling raises
+            raise StateError(f"{self._class_name}: the pickled state can't be read: {error!r}") from None
 
     def _require_names(self, saved: Iterable[str]) -> None:
         saved = set(saved)

@@ -163,15 +163,11 @@ def to_json(part: Tree) -> Any:
     if isinstance(part, Fields):
         return {name: to_json(item) for name, item in part.items()}
     if isinstance(part, dict):
-        made = {key_text(key): to_json(item) for key, item in part.items()}
+        made = {key if isinstance(key, str) else json.dumps(to_json(key)): to_json(item) for key, item in part.items()}
         if len(made) < len(part) or any(name.startswith("$") for name in made):
             return {"$map": [[to_json(key), to_json(part[key])] for key in sorted(part, key=canonical)]}
         return made
     return part
-
-
-def key_text(key: Any) -> str:
-    return key if isinstance(key, str) else json.dumps(to_json(key))
 
 
 def canonical(part: Tree) -> str:

@@ -13,9 +13,9 @@ from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.debugger import pass_over_in_replays
 from immortal.appsdk.testing.instance import Instance, MemorySource
-from immortal.appsdk.testing.node import OUTSIDE_NAME, OUTSIDERS, CrashPlan, EffectStubs, Victim
+from immortal.appsdk.testing.outside import OUTSIDE_NAME, OUTSIDERS, EffectStubs
 from immortal.appsdk.testing.replay_check import ReplayDiffers, problems_of
-from immortal.appsdk.testing.world import World
+from immortal.appsdk.testing.world import CrashPlan, Victim, World
 from immortal.coordinator.core import events as ev
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.safe_output import is_encodable

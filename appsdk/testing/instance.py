@@ -21,8 +21,7 @@ from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.local_app import LocalApp
 from immortal.appsdk.state.journal import decode_raised
 from immortal.appsdk.state.schema import copied_envelope
-from immortal.appsdk.testing.node import Node
-from immortal.appsdk.testing.world import World
+from immortal.appsdk.testing.world import Node, World
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.log.format import FORMAT_VERSION
@@ -323,15 +322,6 @@ class HookQueue(ImpulseQueue):
 READ_SIZE_BYTES = 1 << 20
 
 
-def checkpoint_chunks(store: MemoryLogStore, checkpoint_id: int) -> Iterator[bytes]:
-    """Yield the chunks of a checkpoint's blob, in order."""
-    for index in count():
-        chunk = store.read_checkpoint_chunk(checkpoint_id, index)
-        if not chunk:
-            return
-        yield chunk
-
-
 class MemorySource:
     """Source of records for replays, a :class:`replay.RecordSource`, over the log of the instance ``name``."""
 
@@ -354,4 +344,8 @@ class MemorySource:
                 sequence_id += 1
 
     def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
-        return checkpoint_chunks(self._store, checkpoint_id)
+        for index in count():
+            chunk = self._store.read_checkpoint_chunk(checkpoint_id, index)
+            if not chunk:
+                return
+            yield chunk

@@ -15,7 +15,7 @@ from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.running.local_app import LocalApp
 from immortal.appsdk.state.tree import differences
-from immortal.appsdk.testing.node import OUTSIDERS
+from immortal.appsdk.testing.outside import OUTSIDERS
 from immortal.coordinator.core.errors import require
 from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader

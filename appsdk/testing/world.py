@@ -1,24 +1,36 @@
-"""World of a test: all instances of an environment, their network and clock; single-threaded and deterministic."""
+"""World of a test: all instances of an environment, their network and clock; single-threaded and deterministic.
+
+A node has machine, log and app of one instance in memory; a plan crashes one of them between two of its steps.
+"""
 
 from __future__ import annotations
 
-import os
+import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import NoReturn, cast
+from typing import Literal, NoReturn, cast
 
-from immortal.appsdk.calls.context import datetime_of
-from immortal.appsdk.calls.user_code import inherited_context, mark_interrupts
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES, datetime_of
+from immortal.appsdk.calls.user_code import ControlFlowSignal, inherited_context, is_own, mark_interrupts
 from immortal.appsdk.errors import AppError, UsageError
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.testing.node import OUTSIDE_NAME, CrashPlan, Node, OutsideApp
+from immortal.appsdk.running.local_app import LocalApp
+from immortal.appsdk.testing.outside import OUTSIDE_NAME, OUTSIDERS, EffectStubs, OutsideApp, StubEffectRunner
+from immortal.appsdk.waiting.impulses import earlier
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.errors import InvariantError, require
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.driver.ports import PlainApp, PlainHost, PlainLog, PlainPeers
+from immortal.coordinator.driver.turn import Driver
+from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.peer_frames import PeerFrame
 
@@ -34,6 +46,304 @@ class LivelockError(ImmortalError):
 
 class NoAnswerError(ImmortalError):
     """Raised if a call has no answer, and nothing more will happen by itself."""
+
+
+LIMITS = Limits(hold_off_ns_min=0)  # a test's clock stands still: a delay would never end
+
+
+Victim = Literal["instance", "app"]
+"""Kind of crash: app and coordinator together, with all that is not durable, or only the app."""
+
+
+class SimulatedCrash(ControlFlowSignal):
+    """Crash of a process between two of its steps. It is no Exception, since nothing on the way must catch it."""
+
+
+class CrashPlan:
+    """Plan that counts the points at which an instance could crash, and crashes it at ``point`` (from 1; 0: never)."""
+
+    def __init__(self, point: int = 0, victim: Victim = "instance") -> None:
+        self.count = 0
+        self.happened = ""  # which instance has crashed, and where
+        self._point = point
+        self._victim = victim
+
+    def point(self, node: Node) -> None:
+        """Count a point between two steps of ``node``. Raises SimulatedCrash if the plan crashes it there."""
+        if node.definition is None:
+            return
+        self.count += 1
+        if self.count != self._point:
+            return
+        if self._victim == "instance":
+            self.happened = f"with app and coordinator of {node.name!r} crashed at point {self._point}"
+            raise SimulatedCrash
+        if node.app is not None:
+            self.happened = f"with the app of {node.name!r} crashed at point {self._point}"
+            node.lose_app()
+
+
+class Node:
+    """One instance: driver, log in memory, and app. ``definition`` None: the test itself, which never crashes."""
+
+    def __init__(self, world: World, name: str, definition: Definition | None, committer_id: int) -> None:
+        self.world = world
+        self.name = name
+        self.definition = definition
+        self.effects: EffectStubs = {}
+        self.store = MemoryLogStore(committer_id)
+        self.store.clock_ns = lambda: world.now_ns
+        self._driver: Driver | None = None
+        self._log: PlainLog | None = None
+        self.app: LocalApp | OutsideApp | None = None
+        self.life = 0  # of the coordinator
+        self.wake_ns: int | None = None
+        self.upgrade_to: int | None = None  # the wished version, until the upgrade is done or given up
+        self.failure: ImmortalError | None = None  # why the app or the coordinator is down
+        self._to_app: deque[bytes | memoryview] = deque()
+        self.paused = self.closing = False
+        self._app_is_lost = False  # it has crashed, and the machine must be told
+
+    @property
+    def is_up(self) -> bool:
+        return self._driver is not None
+
+    @property
+    def local_app(self) -> LocalApp | None:
+        return self.app if isinstance(self.app, LocalApp) else None
+
+    # --- life cycle -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start coordinator and app from the log."""
+        self.failure = None
+        machine = Machine(Components(self.name, LIMITS, self.upgrade_to))
+        inbox: list[ev.Event] = []
+        self._log = PlainLog(self.store, inbox)
+        self._driver = Driver(
+            machine,
+            inbox,
+            _App(self),
+            _Peers(self),
+            self._log,
+            _Clock(self),
+            _Host(self),
+            lambda effect: self.world.crashes.point(self),
+        )
+        inbox.append(ev.Started())
+        self.connect()
+
+    def connect(self) -> None:
+        """Connect a new app to the running coordinator."""
+        if self.definition is None:
+            self.app = OutsideApp()
+        else:
+            seed = hashlib.blake2b(f"{self.world.seed} {self.name}".encode(), digest_size=SEED_SIZE_BYTES).digest()
+            effects = StubEffectRunner(self.effects, lambda: self.world.now_ns)
+            self.app = self.world.variables.copy().run(
+                LocalApp,
+                self.definition,
+                seed,
+                self.world.now_ns,
+                effects,
+                fails_alone=self.world.fail_alone,
+                outsiders=OUTSIDERS,
+            )
+        self.failure = None
+        self.paused = self.closing = False
+        self.do(lambda: self._handle(ev.AppConnected()))
+
+    def crash(self) -> None:
+        """Discard app and coordinator, with all that is not durable."""
+        self.store = self.store.crash()
+        self._end()
+
+    def crash_app(self) -> None:
+        """Discard the app; its coordinator waits for the next one."""
+        self._drop_app()
+        self.do(lambda: self._handle(ev.AppClosed()))
+
+    def _end(self) -> None:
+        self._drop_app()
+        self._driver = self._log = None
+        self.life += 1
+        self.wake_ns = None
+        self._app_is_lost = False
+        self.world.network.forget_sender(self)
+
+    def _drop_app(self) -> None:
+        if self.app is not None:
+            self.app.close()
+        self.app = None
+        self._to_app.clear()
+
+    # --- turns ------------------------------------------------------------------------------------------------------
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Run ``action``, as every step of this instance: a crash within it restarts the instance at once."""
+        try:
+            action()
+            if self._app_is_lost:
+                self._app_is_lost = False
+                self._handle(ev.AppClosed())
+                self.connect()
+        except SimulatedCrash:
+            self.crash()
+            self.start()
+
+    def lose_app(self) -> None:
+        """Crash the app here. The machine is told when its current action has ended."""
+        self._drop_app()
+        self._app_is_lost = True
+
+    def handle(self, event: ev.Event) -> None:
+        self.do(lambda: self._handle(event))
+
+    def _handle(self, *events: ev.Event) -> None:
+        if self._driver is not None:
+            self._driver.inbox += events
+            self._driver.turn()
+
+    def step(self) -> bool:
+        """Take the next step of this instance; return False if it has nothing to do."""
+        if self._to_app:
+            self.do(self._app_reads)
+        elif self._log is not None and self._log.jobs:
+            self.do(self._disk)
+        elif self.closing and self.app is not None:
+            self.do(self._app_leaves)
+        elif not self._app_tells():
+            return False
+        return True
+
+    @property
+    def next_due_ns(self) -> int | None:
+        app_due_ns = None if self.app is None else self.app.next_due_ns
+        return earlier(self.wake_ns, app_due_ns)
+
+    def _app_reads(self) -> None:
+        data = b"".join(self._to_app)
+        self._to_app.clear()
+        app = self.app
+        if app is None:
+            return
+        app.receive(data)
+        self.world.crashes.point(self)
+        self._handle(ev.AppSent(len(data)), *self._said())
+        if app.has_died and self.app is app:
+            self.lose_app()
+            return
+        if app.error is not None and self.app is app:
+            self.failure = app.error
+            self._drop_app()
+            self._handle(ev.AppClosed())
+            app.error.add_note(f"in the instance {self.name!r}")
+            raise app.error
+
+    def _app_tells(self) -> bool:
+        """Deliver what the app sends unasked: calls from outside the handlers, and the time."""
+        app, now_ns = self.app, self.world.now_ns
+        if self.wake_ns is not None and self.wake_ns <= now_ns:
+            self.wake_ns = None
+            self.handle(ev.Tick())
+            return True
+        if app is None:
+            return False
+        if (due_ns := app.next_due_ns) is not None and due_ns <= now_ns:
+            app.tell_time(now_ns)
+        app.take_output()
+        if not app.output or self.paused:
+            return False
+        self.do(lambda: self._handle(*self._said()))
+        return True
+
+    def _said(self) -> list[ev.Event]:
+        """Take the app's output that can be delivered now, as events."""
+        if self.app is None or not self.app.output or self.paused or self.closing:
+            return []
+        data = bytes(self.app.output)
+        self.app.output.clear()
+        return [ev.AppData(data)]
+
+    def _app_leaves(self) -> None:
+        self._drop_app()
+        self.closing = False
+        self._handle(ev.AppClosed())
+
+    def _disk(self) -> None:
+        assert self._log is not None
+        event = self._log.work()
+        if isinstance(event, ev.Committed):
+            self.world.crashes.point(self)
+        self._handle(event)
+
+    def to_app(self, data: bytes | memoryview) -> None:
+        if self.app is not None and not self.closing:
+            self._to_app.append(data)
+
+    # --- calls of the driver's ports ---------------------------------------------------------------------------------
+
+    def stopped(self, error: ImmortalError | None) -> None:
+        """Note that the coordinator has ended. Raises ``error``."""
+        self.store = self.store.crash()
+        self._end()
+        if error is not None:
+            self.failure = error
+            raise error
+
+
+class _Port:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+
+class _App(_Port, PlainApp):
+    def send(self, effect: ef.SendToApp) -> None:
+        self._node.to_app(effect.data)
+
+    def close_app(self, effect: ef.CloseApp) -> None:
+        self._node.closing = True
+
+    def pause(self, effect: ef.PauseApp) -> None:
+        self._node.paused = True
+
+    def resume(self, effect: ef.ResumeApp) -> None:
+        self._node.paused = False
+
+
+class _Peers(_Port, PlainPeers):
+    def send(self, effect: ef.SendToPeer) -> None:
+        self._node.world.network.send(self._node, effect)
+
+    def reset(self, effect: ef.ResetPeer) -> None:
+        self._node.world.network.forget_sender(self._node, effect.destination)
+
+    def reply(self, effect: ef.ReplyToPeer) -> None:
+        self._node.world.network.reply(self._node, effect)
+
+
+class _Clock(_Port):
+    def now_ns(self) -> int:
+        return self._node.world.now_ns
+
+    def take_events(self) -> Sequence[ev.Event]:
+        return ()
+
+    def wake_at(self, effect: ef.WakeAt) -> None:
+        self._node.wake_ns = effect.time_ns
+
+
+class _Host(_Port, PlainHost):
+    def upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
+        self._node.upgrade_to = None
+
+    def report(self, effect: ef.Report) -> None:
+        notice = effect.notice
+        if notice.level in ("warning", "error"):
+            self._node.world.reports.append((self._node.name, notice.text))
+
+    def stop(self, effect: ef.Stop) -> None:
+        self._node.stopped(effect.error)
 
 
 class World:
@@ -249,9 +559,6 @@ class Network:
 # Failures of an app, as the test should see them.
 
 
-_OWN_FOLDERS = (os.path.dirname(os.path.dirname(__file__)),)
-
-
 def raise_user_error(failure: ImmortalError) -> NoReturn:
     """Raise the user's own exception that caused ``failure``, with its own traceback; without one, ``failure``."""
     __tracebackhide__ = True
@@ -267,6 +574,6 @@ def raise_user_error(failure: ImmortalError) -> NoReturn:
 def _users_own(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame on that is not the SDK's."""
     found = trace
-    while found is not None and os.path.dirname(found.tb_frame.f_code.co_filename).startswith(_OWN_FOLDERS):
+    while found is not None and is_own(found.tb_frame.f_code.co_filename):
         found = found.tb_next
     return found or trace

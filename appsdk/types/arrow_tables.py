@@ -42,17 +42,12 @@ def read_table(name: str, plain: Any) -> Any:
 
 
 def _from_text(name: str, text: str) -> bytes:
-    """Decode bytes from JSON's base64."""
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
         raise ValueError(
             f"Expected `{name}` (an Arrow stream, columns or rows), got a text that is no base64"
         ) from None
-
-
-def _decode_table(annotation: Any, plain: Any) -> Any:
-    return read_table("Table", plain)
 
 
 def _decode_batch(annotation: Any, plain: Any) -> Any:
@@ -66,7 +61,6 @@ def _decode_batch(annotation: Any, plain: Any) -> Any:
 
 
 def _empty(column: Any) -> Any:
-    """Return a column without rows, of the same type."""
     return column.chunk(0) if column.num_chunks else pa.array([], column.type)
 
 
@@ -82,5 +76,5 @@ def _shown(column: Any) -> list[Any]:
     return values
 
 
-_TABLE = Codec(write_stream, _decode_table, show_table)
+_TABLE = Codec(write_stream, lambda annotation, plain: read_table("Table", plain), show_table)
 _BATCH = Codec(write_stream, _decode_batch, show_table)

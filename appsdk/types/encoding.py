@@ -321,7 +321,6 @@ def form_of(annotation: Any) -> AnnotatedForm:
 
 
 def _named(info: Any) -> str:
-    """Return the name of a type, for messages."""
     if isinstance(info, shapes.UnionType):
         return " | ".join(map(_named, info.types))
     if isinstance(info, shapes.LiteralType):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -78,14 +78,12 @@ def _base(cls: type[Exception]) -> Any:
 
 def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
     """Return fields by name, each with True if a class other than Python's own defines it."""
-    return {name: (field, is_own) for name, field, is_own in _all_fields(cls)}
-
-
-def _all_fields(cls: type) -> Iterator[tuple[str, Any, bool]]:
-    for one in reversed(cls.__mro__):
-        for name, field in vars(one).items():
-            if isinstance(field, MemberDescriptorType | GetSetDescriptorType) and name not in _NOT_FIELDS:
-                yield name, field, one.__module__ != "builtins"
+    return {
+        name: (field, one.__module__ != "builtins")
+        for one in reversed(cls.__mro__)
+        for name, field in vars(one).items()
+        if isinstance(field, MemberDescriptorType | GetSetDescriptorType) and name not in _NOT_FIELDS
+    }
 
 
 # --- as values --------------------------------------------------------------------------------------------------------

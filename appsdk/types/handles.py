@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import threading
 import typing
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,18 +25,8 @@ MARK = b"\xf3handle\x01"  # first bytes of its data: a message without them has 
 KEY_SIZE_BYTES = 16
 
 
-class HandlesLife(Protocol):
-    """Interface to the instance that uses a handle: an :class:`immortal.appsdk.nodes.nodes.Nodes`."""
-
-    def encoding(self) -> None:
-        """Note that a handle is encoded, possibly into a message. Raises UsageError."""
-
-    def method(self, handle: Any, name: str) -> Any:
-        """Return the value of ``handle.<name>``. Raises AttributeError, UsageError."""
-
-
 class _Current(threading.local):
-    life: HandlesLife | None = None  # the owner of values that are decoded now
+    life: Any = None  # owner of values that are decoded now: an immortal.appsdk.nodes.nodes.Nodes, or None
 
 
 current = _Current()
@@ -47,7 +37,7 @@ class _Handle(Generic[T]):
 
     __slots__ = ("_immortal_of",)
 
-    def __init__(self, owner: str, key: bytes, cls: Any, life: HandlesLife | None) -> None:
+    def __init__(self, owner: str, key: bytes, cls: Any, life: Any) -> None:
         object.__setattr__(self, "_immortal_of", (owner, key, cls, life))
 
     def __getattr__(self, name: str) -> Any:

@@ -99,7 +99,6 @@ def _from_form(form: _Form) -> np.ndarray[Any, Any]:
 
 
 def _from_list(items: list[Any], scalar: type[np.generic] | None) -> np.ndarray[Any, Any]:
-    """Make an array from nested lists, as in JSON."""
     found = np.asarray(items)
     if problem := _dtype_problem(found.dtype):
         raise ValueError(f"a list of lists of the same length was expected, of one type: {problem}")

@@ -19,7 +19,7 @@ import msgspec
 
 from immortal.appsdk.types import exceptions
 from immortal.appsdk.types.registry import Codec
-from immortal.protocol.extension_values import Kind, kind_of
+from immortal.protocol.extension_values import kind_of
 
 T = TypeVar("T")
 
@@ -35,17 +35,13 @@ def codec_of(cls: type) -> Codec | None:
     if (found := _CONTAINERS.get(cls)) is not None:
         return found
     if (kind := kind_of(cls)) is not None:
-        return _codec_of_kind(kind, cls)
+        return Codec(
+            kind.parts,
+            lambda annotation, contents: kind.make(cls, contents),
+            show=kind.parts if cls is re.Pattern else str,
+            form=lambda annotation: kind.form,
+        )
     return exceptions.codec_of(cls) if issubclass(cls, BaseException) else None
-
-
-def _codec_of_kind(kind: Kind, cls: type) -> Codec:
-    return Codec(
-        kind.parts,
-        lambda annotation, contents: kind.make(cls, contents),
-        show=kind.parts if cls is re.Pattern else str,
-        form=lambda annotation: kind.form,
-    )
 
 
 def _parameters(annotation: Any, count: int) -> tuple[Any, ...]:

@@ -309,7 +309,6 @@ def _custom_problem(cls: Any) -> str | None:
 
 
 def _parts(info: msgspec.inspect.Type) -> Iterable[msgspec.inspect.Type]:
-    """Yield the types right below a type."""
     for name in ("types", "item_types"):
         yield from getattr(info, name, ())
     for name in ("item_type", "key_type", "value_type"):

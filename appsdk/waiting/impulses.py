@@ -307,21 +307,20 @@ def encode_result(effect: Effect, raised: bool, value: bytes) -> bytes:
 
 
 class WaitingEffects:
-    """Effects of one instance without a result yet. After :meth:`start` with a runner they run."""
+    """Effects of one instance without a result yet. After :meth:`start` with a runner they run.
+
+    ``waiting``: those effects, by number. ``requests``: those of them that run here.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._functions: dict[Callable[..., Any], EffectFunction] = {}
-        self._waiting: dict[int, Effect] = {}
-        self._requests: dict[int, EffectRequest] = {}
+        self.waiting: dict[int, Effect] = {}
+        self.requests: dict[int, EffectRequest] = {}
         self._runner: EffectRunner | None = None
         self._paused_runner: EffectRunner | None = None
         self._misfit = ""
         self.begun: list[tuple[int, str, int]] | None = None  # numbers, what and detail, in an inspected run
-
-    @property
-    def count(self) -> int:
-        return len(self._waiting)
 
     def function(self, function: Callable[..., Any]) -> EffectFunction:
         """Return the EffectFunction of a function. Raises UsageError, DefinitionError."""
@@ -333,7 +332,7 @@ class WaitingEffects:
         return found
 
     def add(self, effect: Effect) -> None:
-        self._waiting[effect.number] = effect
+        self.waiting[effect.number] = effect
         if self.begun is not None:
             self.begun.append((effect.number, effect.what, getattr(effect, "detail", 0)))
         if self._runner is not None and not self._context.multicasts.holds_effect(effect.number):
@@ -341,34 +340,24 @@ class WaitingEffects:
 
     def unheld(self, number: int) -> None:
         """Run an effect: the multicasts that it waited for stand."""
-        effect = self._waiting.get(number)
-        if effect is not None and self._runner is not None and number not in self._requests:
+        effect = self.waiting.get(number)
+        if effect is not None and self._runner is not None and number not in self.requests:
             self._run(effect, self._runner)
-
-    def get(self, number: int) -> Effect | None:
-        return self._waiting.get(number)
-
-    def request(self, number: int) -> EffectRequest | None:
-        """Return the request that runs for the effect; None: it does not run yet, or not here."""
-        return self._requests.get(number)
 
     @property
     def retried(self) -> list[EffectRequest]:
         """Requests that have failed and are retried."""
-        return [request for request in self._requests.values() if request.failure]
+        return [request for request in self.requests.values() if request.failure]
 
     def try_now(self, number: int) -> bool:
         """Make the next attempt now; return False if the effect did not wait for one."""
-        request = self._requests.get(number)
+        request = self.requests.get(number)
         return request is not None and request.try_now is not None and request.try_now()
 
     def remove(self, effect: Effect) -> None:
-        self._waiting.pop(effect.number, None)
-        if (request := self._requests.get(effect.number)) is not None and self._runner is not None:
+        self.waiting.pop(effect.number, None)
+        if (request := self.requests.get(effect.number)) is not None and self._runner is not None:
             self._forget(effect.number, request, self._runner)
-
-    def forget_all(self) -> None:
-        self._waiting.clear()
 
     def start(self, runner: EffectRunner | None) -> None:
         """Run all waiting effects, the oldest first: the app is primary. ``runner`` None: they stay waiting.
@@ -390,29 +379,24 @@ class WaitingEffects:
         if runner is None:
             return
         self._runner = runner
-        for number, request in list(self._requests.items()):
-            if number not in self._waiting:
+        for number, request in list(self.requests.items()):
+            if number not in self.waiting:
                 self._forget(number, request, runner)
-        for number, effect in sorted(self._waiting.items()):
-            if number not in self._requests and not self._context.multicasts.holds_effect(number):
+        for number, effect in sorted(self.waiting.items()):
+            if number not in self.requests and not self._context.multicasts.holds_effect(number):
                 self._run(effect, runner)
 
     def _forget(self, number: int, request: EffectRequest, runner: EffectRunner) -> None:
-        del self._requests[number]
+        del self.requests[number]
         request.is_cancelled = True
         runner.cancel(request)
-
-    @property
-    def waiting(self) -> Mapping[int, Effect]:
-        """Effects without a result yet, by number."""
-        return self._waiting
 
     def _run(self, effect: Effect, runner: EffectRunner) -> None:
         def send(raised: bool, value: bytes) -> None:  # any thread; raises UsageError if the value is too large
             self._context.outbox.impulses.append_own(_write_result, _told(effect, words, raised, value))
 
         words = words_of(effect)
-        request = self._requests[effect.number] = self.make_request(effect, send)
+        request = self.requests[effect.number] = self.make_request(effect, send)
         runner.start(request)
 
     def make_request(self, effect: Effect, send: Callable[[bool, bytes], None]) -> EffectRequest:
@@ -425,7 +409,7 @@ class WaitingEffects:
             effect.options,
             partial(self._key, effect.options.key, task.number, task.generation, effect.step),
             send,
-            effect.variables,
+            effect.variables or contextvars.Context(),
             effect.since_ns,
             partial(self._report, effect),
         )
@@ -447,7 +431,7 @@ class WaitingEffects:
 
     def take(self, result: EffectResult) -> Effect | None:
         """Return the effect of ``result``, if it is still waited for."""
-        effect = self._waiting.get(result.number)
+        effect = self.waiting.get(result.number)
         if effect is None:
             return None
         if not effect.fits(result):

@@ -10,7 +10,7 @@ from typing import Any
 
 from immortal.appsdk.calls.codec import ArgumentCodec, ValueDecoder, encode_value, encoder, resolve_hints
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.decorators import TIME_NS_MAX, Handler
 from immortal.appsdk.nodes.node import node_definition
 from immortal.appsdk.nodes.nodes import Nodes
 from immortal.appsdk.ordering.messages import Scope
@@ -81,6 +81,8 @@ class Operation(LazyFuture[Any]):
 
     __slots__ = ("detail", "number", "since_ns", "step", "task", "what")
 
+    is_immediate = False  # it waits for nothing
+
     def __init__(self, task: Owner, what: str, detail: int = 0) -> None:
         super().__init__(task)
         self.task = task
@@ -98,10 +100,6 @@ class Operation(LazyFuture[Any]):
 
     def _drop(self) -> None:
         self.task.forget(self)
-
-    @property
-    def is_immediate(self) -> bool:
-        return False
 
     def decode(self, value: bytes) -> Any:
         """Decode a result. Raises msgspec.DecodeError."""
@@ -128,24 +126,20 @@ class Target:
     ``handler``: the method that the log calls; ``called``: the one that runs, with ``super()`` an overridden one.
     """
 
-    __slots__ = ("called", "codec", "destination", "handler", "is_call", "is_overridden", "send", "what")
+    __slots__ = ("called", "codec", "destination", "handler", "is_call", "is_overridden", "method_id", "send", "what")
 
     def __init__(
         self, destination: str, handler: Handler[Any, Any], called: Handler[Any, Any], codec: ArgumentCodec
     ) -> None:
         self.destination = destination
         self.handler = handler
+        self.method_id = handler.method_id  # of the call in the log
         self.called = called
         self.codec = codec
         self.is_overridden = called is not handler and called.is_async
         self.is_call = bool(destination) or called.is_async  # else a step
         self.what = f"call {destination or 'self'}.{called.name}" if self.is_call else f"step {called.name}"
         self.send: Callable[[tuple[Any, ...]], None] | None = None  # made with the first call
-
-    @property
-    def method_id(self) -> int:
-        """Method ID of the call in the log."""
-        return self.handler.method_id
 
     def wrapped(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments for the method in the log. Raises UsageError."""
@@ -169,7 +163,6 @@ class _HandlerOperation(Operation):
         self.arguments, self.encoded = (), b""
 
     def encode(self) -> None:
-        """Encode the arguments. Raises TypeError."""
         self.arguments, self.encoded = self.target.codec.encoded(self.arguments)
         self.detail = crc64(self.encoded)
 
@@ -185,9 +178,7 @@ class Step(_HandlerOperation):
 
     __slots__ = ()
 
-    @property
-    def is_immediate(self) -> bool:
-        return True
+    is_immediate = True
 
 
 class LocalFunction:
@@ -225,6 +216,8 @@ class LocalStep(Operation):
 
     __slots__ = ("arguments", "local")
 
+    is_immediate = True
+
     def __init__(self, task: Owner, local: LocalFunction, arguments: tuple[Any, ...]) -> None:
         super().__init__(task, f"step {local.name}")
         self.local = local
@@ -234,10 +227,6 @@ class LocalStep(Operation):
         if self.arguments or self.local.keywords:
             self.detail = crc64(encode_value((self.arguments, self.local.keywords)))
         super()._start()
-
-    @property
-    def is_immediate(self) -> bool:
-        return True
 
     def decode(self, value: bytes) -> Any:
         return self.local.decode_result(value)
@@ -251,14 +240,12 @@ class Read(Operation):
 
     __slots__ = ("name", "schema")
 
+    is_immediate = True
+
     def __init__(self, task: Owner, schema: StateSchema, name: str) -> None:
         super().__init__(task, f"read self.{name}")
         self.schema = schema
         self.name = name
-
-    @property
-    def is_immediate(self) -> bool:
-        return True
 
     def decode(self, value: bytes) -> Any:
         return self.schema.decode_attribute(self.name, value)
@@ -313,13 +300,16 @@ class MulticastCall(Call):
 class Timer(Operation):
     """Timer that ends at the time ``detail``, in ns since the Unix epoch.
 
-    ``began_ns``: start of a duration, which steps of the clock do not change; None: it ends at a fixed time.
+    ``began_ns``: start of a duration, which steps of the clock do not change; None: it ends at a fixed time. Raises
+    UsageError.
     """
 
     __slots__ = ("began_ns",)
 
     def __init__(self, task: Owner, due_ns: int, began_ns: int | None = None) -> None:
-        super().__init__(task, TIMER, due_ns)
+        if due_ns > TIME_NS_MAX:
+            raise UsageError("a timer can be set up to the year 2262: wait for an earlier time, and then again")
+        super().__init__(task, TIMER, max(due_ns, 0))
         self.began_ns = began_ns
 
 
@@ -350,14 +340,11 @@ class NodeTarget(Target):
         super().__init__(nodes.destination(handle), handler, handler, codec)
         self.nodes = nodes
         self.handle = handle
+        self.method_id = NODE_METHOD_ID
         self.is_call = True  # also of an own node: by its handle it is called through the log
         self.what = f"call node {handler.function.__qualname__} of {self.destination or 'self'}"
         name = handler.function.__qualname__
         self.send = nodes.context.outbox.make_sender(self.destination, name, NODE_METHOD_ID, RpcKind.CALL)
-
-    @property
-    def method_id(self) -> int:
-        return NODE_METHOD_ID
 
     def wrapped(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments for the method in the log. Raises UsageError."""

@@ -26,7 +26,7 @@ from immortal.appsdk.calls.user_code import (
     running,
 )
 from immortal.appsdk.errors import AppError, HandlerError, UsageError
-from immortal.appsdk.handlers.decorators import TIME_NS_MAX, Handler
+from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.log import HandlerLog
 from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
 from immortal.appsdk.state.schema import StateSchema
@@ -165,10 +165,8 @@ class Task(Owner):
         coroutine = self.handler.call(self.tasks.make_self(self), *self.decoded_arguments())
         self._variables = self.tasks.context.run_contexts.new()
         self._variables.run(running.set, self)
-        outer = events._get_running_loop()
-        events._set_running_loop(self)
-        self.main = self.make_task(coroutine, self.name, self._variables)
-        events._set_running_loop(outer)
+        with self._as_running_loop():
+            self.main = self.make_task(coroutine, self.name, self._variables)
 
     @contextlib.contextmanager
     def _as_running_loop(self) -> Iterator[None]:
@@ -262,12 +260,10 @@ class Task(Owner):
             self._end_with(UsageError(f"its coroutines wait for each other, and for nothing that could come: {where}"))
 
     def _end_with(self, error: BaseException) -> None:
-        """End the handler with ``error``; none of its coroutines continues."""
         self._error = error
         self._close()
 
     def _close(self) -> None:
-        """End all coroutines where they wait."""
         with self._as_running_loop():
             for task, variables in {self.main: self._variables, **self.subtasks}.items():
                 if not task.done():
@@ -359,8 +355,6 @@ class Task(Owner):
         return self.cancellation(self.cancelled[-1])[0]
 
     def start_timer(self, due_ns: int, handle: asyncio.TimerHandle) -> _Alarm:
-        if due_ns > TIME_NS_MAX:
-            raise UsageError("a timer can be set up to the year 2262: wait for an earlier time, and then again")
         alarm = _Alarm(self, due_ns, handle)
         alarm.begin()
         return alarm

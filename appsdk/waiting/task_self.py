@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Awaitable, Callable
-from types import FrameType, FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 from immortal.appsdk.calls.user_code import in_debugger, place_of
@@ -60,9 +60,18 @@ class TaskSelf:
         return sorted({*dir(definition.cls), *definition.state().fields})
 
     @property
-    def _immortal_context(self) -> _Namespaces:
-        """Namespaces in which ``super()`` finds the handlers and peers of the class."""
-        return _Namespaces(self._immortal_task)
+    def _immortal_context(self) -> SimpleNamespace:
+        """Stand-in for a Context, in which ``super()`` finds the handlers and peers of the class by their key."""
+        task = self._immortal_task
+        definition = task.tasks.definition
+
+        def handler(key: str) -> TaskHandler:
+            found = definition.by_key[key]
+            return TaskHandler(task, task.tasks.target("", definition.handlers[found.name], found))
+
+        return SimpleNamespace(
+            handlers=_ByKey(handler), peers=_ByKey(lambda key: TaskPeer(task, definition.peers_by_key[key]))
+        )
 
     def __getattr__(self, name: str) -> Any:
         task = self._immortal_task
@@ -247,30 +256,6 @@ class TaskMulticastMethod:
         if not self._task.is_silent:
             context = self._task.tasks.context
             make_multicast_fork(context, self._destinations, self._handler, self._scope)(*arguments, **keywords)
-
-
-class _Namespaces:
-    """Stand-in for a Context for properties of the class that look themselves up by their key."""
-
-    __slots__ = ("_task",)
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-
-    @property
-    def handlers(self) -> _ByKey:
-        definition = self._task.tasks.definition
-        task = self._task
-
-        def find(key: str) -> TaskHandler:
-            found = definition.by_key[key]
-            return TaskHandler(task, task.tasks.target("", definition.handlers[found.name], found))
-
-        return _ByKey(find)
-
-    @property
-    def peers(self) -> _ByKey:
-        return _ByKey(lambda key: TaskPeer(self._task, self._task.tasks.definition.peers_by_key[key]))
 
 
 class _ByKey:

@@ -138,7 +138,7 @@ class Tasks(Host):
         self.next_said = None
         self.ready.clear()
         self.calls.clear()
-        self.effects.forget_all()
+        self.effects.waiting.clear()
         self.clock.restore(saved)
         self.events.restore(saved.signals)
         self._next_number = saved.next_number
@@ -236,7 +236,6 @@ class Tasks(Host):
         self.drain()
 
     def _begin(self, call: SavedTask, handler: Handler[Any, Any], given: Sequence[Entry] = ()) -> None:
-        """Begin the run of a handler. Raises HandlerError."""
         if self._has_ended_the_process(call.number, handler, call.caller, call.call_number):
             return
         task = Task(self, handler, call, self.context.record_time_ns or 0)  # type: ignore[abstract]  # see HandlerLoop
@@ -328,7 +327,7 @@ class Tasks(Host):
 
     def effect_done(self, result: EffectResult) -> None:
         """Take in the result of an effect. Raises HandlerError."""
-        request = self.effects.request(result.number)
+        request = self.effects.requests.get(result.number)
         if (effect := self.effects.take(result)) is not None:
             if self.executions is not None and request is not None and request.attempt > 1:
                 self.executions.tried(effect.task.number, effect.step, request.attempt)
@@ -452,7 +451,10 @@ def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
         [*tasks.all_waiting, *tasks.limits.queued.values()], key=attrgetter("number")
     )
     values: Values = {"count": len(found)}
-    values["handlers"] = [_any_described(tasks, one) for one in found[:HANDLERS_COUNT_MAX]]
+    values["handlers"] = [
+        _queued(tasks, one) if isinstance(one, SavedTask) else _described(tasks, one)
+        for one in found[:HANDLERS_COUNT_MAX]
+    ]
     if multicasts := tasks.context.multicasts.describe() + (hooks or []):
         values["multicasts"] = multicasts
     if (groups := getattr(tasks.instance, "_immortal_groups", None)) is not None:
@@ -472,12 +474,7 @@ def describe_one(tasks: Tasks, number: int) -> Values:
     return {"handler": _described(tasks, task) | {"steps": steps, "steps_count": len(task.entries)}}
 
 
-def _any_described(tasks: Tasks, one: Task | SavedTask) -> Values:
-    return _queued(tasks, one) if isinstance(one, SavedTask) else _described(tasks, one)
-
-
 def _queued(tasks: Tasks, call: SavedTask) -> Values:
-    """Describe a call that waits for its turn."""
     handler = tasks.definition.by_method_id[call.method_id]
     waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
     arguments = describe_arguments(tasks.codec(handler).decode(call.arguments), handler.signature.parameters)
@@ -523,7 +520,7 @@ def _wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
     if isinstance(operation, Event):
         return values | {"kind": "event", "event": operation.name}
     if isinstance(operation, Effect):
-        request = tasks.effects.request(operation.number)
+        request = tasks.effects.requests.get(operation.number)
         attempt, failure = (0, "") if request is None else (request.attempt, request.failure)
         what = f"effect {operation.function.describe(operation.encoded)}"
         return values | {"kind": "effect", "for": what, "attempt": attempt, "failure": failure}

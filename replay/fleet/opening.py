@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from immortal.appsdk.calls.user_code import is_user_failure
+from immortal.appsdk.calls.user_code import is_user_failure, is_users
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.runner import load
-from immortal.appsdk.running.user_modules import add_to_path, is_users
+from immortal.appsdk.running.user_modules import add_to_path
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.open import log_exists

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from immortal import Immortal, rpc
-from immortal.appsdk.client.clients import _Waiting, client_of
+from immortal.appsdk.client.clients import _Waiting
 from immortal.appsdk.client.methods import NamedMethod
 from immortal.appsdk.client.session import Call
 from immortal.appsdk.client.transport import Transport
@@ -34,6 +34,7 @@ from immortal.protocol.client_frames import (
     encode_replies,
 )
 from immortal.protocol.messages import decode_incoming_rpc, decode_message
+from tests.helpers.clients import client_of
 
 DEADLINE_S = 20.0
 METHODS = encode_methods({3: "Shop.echo"})

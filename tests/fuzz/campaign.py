@@ -218,7 +218,7 @@ class Campaign:
         app = self._env._world.nodes["service"].local_app
         assert app is not None
         front = msgspec.msgpack.encode((1 << 40, "effect made", 0, False))[1:]  # of none
-        waiting = app.dispatcher.tasks.effects._waiting
+        waiting = app.dispatcher.tasks.effects.waiting
         if waiting and self._rng.random() < 0.7:
             number = next(iter(waiting))
             front = msgspec.msgpack.encode((number, waiting[number].what, waiting[number].detail, False))[1:]

@@ -8,6 +8,7 @@ import msgspec
 
 import immortal
 from immortal import Immortal, query, rpc
+from immortal.appsdk.client.clients import AsyncClient, Client, Proxy
 from immortal.appsdk.client.connection import Connection
 from immortal.appsdk.client.session import Call
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
@@ -66,6 +67,12 @@ class ShownLedger(Ledger):
     @query
     def seen(self) -> list[int]:
         return self.entries
+
+
+def client_of(proxy: object) -> Client | AsyncClient:
+    """Return the client of a proxy, which `connect` gives."""
+    assert isinstance(proxy, Proxy)
+    return proxy._immortal_parts[0]
 
 
 def request(token: object, number: int, *calls: bytes, client_id: str = "c", **fields: Any) -> ev.ClientFrameReceived:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from immortal.appsdk.testing.node import Node, OutsideApp
+from immortal.appsdk.testing.outside import OutsideApp
+from immortal.appsdk.testing.world import Node
 from immortal.coordinator.core import events as ev
 from immortal.protocol.client_frames import ClientFrame, ClientFrameType, encode_request
 from immortal.protocol.extensions import encode_app_batch

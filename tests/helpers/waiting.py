@@ -55,7 +55,7 @@ class WaitingInstances(Instances):
 
     def effect_requests(self, name: str) -> list[EffectRequest]:
         """Return the requests of the running app that have no answer."""
-        requests = self[name].dispatcher.tasks.effects._requests.values()
+        requests = self[name].dispatcher.tasks.effects.requests.values()
         return [request for request in requests if not request.is_done]
 
     # --- crashes ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import immortal
 from immortal import CalleeFailed, CallRefused, Immortal, peer, rpc, upgrades
-from immortal.appsdk.testing.node import CrashPlan, Victim
+from immortal.appsdk.testing.world import CrashPlan, Victim
 from immortal.protocol.verdicts import VerdictKind
 from immortal.testing import Environment, Instance, ProcessDies
 from tests.helpers.effort import effort

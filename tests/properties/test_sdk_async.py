@@ -212,7 +212,7 @@ def play(folder: Path, work: list[Program], moves: list[tuple[str, Any]]) -> Any
         app, tasks = both.app(name), both[name].dispatcher.tasks
         assert tasks.count == 0
         assert (tasks.calls, tasks.events.kept, tasks.clock.next_due_ns()) == ({}, {}, None)
-        assert tasks.effects.count == 0
+        assert tasks.effects.waiting == {}
         found.append((app.notes, app.calls_count, sorted(app.drawn)))
     both.close()
     return found

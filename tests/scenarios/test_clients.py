@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 
-from immortal.appsdk.client.clients import client_of
 from immortal.client import (
     CallCancelled,
     CallConflict,
@@ -41,6 +40,7 @@ from immortal.client import (
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
 from tests.helpers.cli import HOME, Run, immortal
+from tests.helpers.clients import client_of
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "clients.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))

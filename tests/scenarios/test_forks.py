@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from immortal.appsdk.client.clients import client_of
 from immortal.client import CallTimeout, ClientClosed, connect, handle, start, with_key, with_timeout
 from immortal.embedded import Embedded
 from immortal.embedded import start as embed
 from immortal.errors import Disconnected
 from immortal.messenger import Messenger, MessengerClosedError
 from immortal.patterns import clone, harmony, pirate, queue
+from tests.helpers.clients import client_of
 
 CHILD_S = 15.0
 AT_ONCE_S = 1.0

@@ -432,7 +432,7 @@ def test_an_effect_that_has_lost_a_race(shop: WaitingInstances, by_hand: Effects
     shop.settle()
     assert notes(shop)[1:] == ["Winner(index=0, value=5)"]
     assert by_hand.cancelled == [request]
-    assert shop["shop"].dispatcher.tasks.effects.count == 0
+    assert shop["shop"].dispatcher.tasks.effects.waiting == {}
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_no_effect_is_run_before_the_app_is_primary(shop: WaitingInstances, by_h
     life = Life.of(Shop, by_hand)
     blob = b"".join(shop["shop"].dispatcher._life.encode())
     life.give(checkpoint_record(blob))
-    assert life.dispatcher.tasks.effects.count == 1
+    assert len(life.dispatcher.tasks.effects.waiting) == 1
     assert len(by_hand.requests) == 1
     life.give(TAKE_FIRST)
     assert len(by_hand.requests) == 2

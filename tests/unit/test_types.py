@@ -35,6 +35,7 @@ from immortal import CalleeFailed, CallRefused, Immortal, peer, register_type, r
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value, encoder
 from immortal.appsdk.client.methods import NamedMethod, TypedMethod
 from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.state.schema import copied_envelope
 from immortal.appsdk.state.tree import differences, to_json, tree
 from immortal.errors import DefinitionError, StateError
 from immortal.pipeline.arguments import ArgumentDecoder
@@ -468,8 +469,8 @@ def test_a_difference_of_states_in_words_and_as_json(services: Services) -> None
         instance.kept = value
         schema = definition.state()
         restored = definition.new_instance()
-        for name, part in schema._decode(memoryview(schema.encode(instance))).items():
-            setattr(restored, name, part)
+        envelope = copied_envelope(definition.name, schema.serializer)
+        schema.restore(restored, envelope, memoryview(schema.encode(instance)))
         assert list(differences(tree(value), tree(restored.kept))) == []
         trees.append(tree(value))
     found = list(differences(*trees, "kept"))
