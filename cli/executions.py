@@ -129,11 +129,9 @@ def _asking_options(function: Function) -> Function:
     return click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")(function)
 
 
-def _state_option(function: Function) -> Function:
-    states = "|".join(STATES)
-    return click.option("--state", default="", type=click.Choice(["", *STATES]), help="In this state.", metavar=states)(
-        function
-    )
+_state_option = click.option(
+    "--state", default="", type=click.Choice(["", *STATES]), help="In this state.", metavar="|".join(STATES)
+)
 
 
 @click.group(cls=_Group, invoke_without_command=True, subcommand_metavar="[ID | COMMAND [ARGS]...]")

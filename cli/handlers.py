@@ -48,7 +48,7 @@ Values = dict[str, Any]
 
 @click.group(cls=InstanceCommandGroup, invoke_without_command=True, subcommand_metavar="[COMMAND [ARGS]...]")
 @name_argument
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.pass_context
 def handlers(ctx: click.Context, name: str, as_json: bool) -> None:
     """Show the 'async def' handlers of NAME that wait: for what, since when, and at which line.

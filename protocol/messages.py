@@ -112,9 +112,7 @@ def encode_message(message_type: int, data: bytes = b"") -> bytes:
     return encode_zigzag(size_bytes) + bytes((message_type,)) + data
 
 
-def message_of(
-    message_type: MessageType, form: type[T], name: str
-) -> tuple[Callable[[T], bytes], Callable[[bytes], T]]:
+def message_of(kind: MessageType, form: type[T], name: str) -> tuple[Callable[[T], bytes], Callable[[bytes], T]]:
     """Return the encoder and the decoder of a message whose data is a ``form`` as MessagePack.
 
     The encoder raises LocalProtocolError if the message is too large. The decoder takes the data alone, and raises

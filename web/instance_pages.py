@@ -46,9 +46,15 @@ Values = dict[str, Any]
 
 def routes() -> list[Route]:
     return [
+        Route("/", fleet),
+        Route("/live/fleet", fleet_live),
+        Route(LOGIN_PATH, login),
         Route("/i/{name}", instance),
         Route("/live/i/{name}", instance_live),
         Route("/i/{name}/handlers/{task:int}", handler),
+        Route("/i/{name}/dead-letters", letters),
+        Route("/i/{name}/queries", queries),
+        Route("/i/{name}/queries", ask, methods=["POST"]),
     ]
 
 
@@ -220,10 +226,6 @@ def _wait(name: str, one: Values, wait: Values) -> Values:
 LETTERS_SHOWN_MAX = 200
 
 
-def letter_routes() -> list[Route]:
-    return [Route("/i/{name}/dead-letters", letters)]
-
-
 def letters(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     with site.logs.reader(settings) as reader:
@@ -244,13 +246,6 @@ def letters(request: Request) -> Response:
 
 ANSWER_S = 10.0
 SHOWN_CHARACTERS_MAX = 20_000
-
-
-def query_routes() -> list[Route]:
-    return [
-        Route("/i/{name}/queries", queries),
-        Route("/i/{name}/queries", ask, methods=["POST"]),
-    ]
 
 
 def queries(request: Request) -> Response:
@@ -315,14 +310,6 @@ def _query_page(
 
 
 WARM_UP_S = 1.0  # for the first look at all instances, before the URL is printed
-
-
-def fleet_routes() -> list[Route]:
-    return [
-        Route("/", fleet),
-        Route("/live/fleet", fleet_live),
-        Route(LOGIN_PATH, login),
-    ]
 
 
 def warm_up(site: Site) -> None:

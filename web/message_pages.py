@@ -35,6 +35,8 @@ def routes() -> list[Route]:
         Route("/i/{name}/messages", messages),
         Route("/i/{name}/m/{record:int}/{index:int}", message),
         Route("/i/{name}/m/{record:int}/{index:int}/arguments.json", arguments),
+        Route("/i/{name}/timeline", shown),
+        Route("/i/{name}/timeline.json", data),
     ]
 
 
@@ -242,10 +244,6 @@ def _as_calls(settings: InstanceSettings, one: Message) -> dict[str, str]:
 LANES_MAX = 24
 US = 1000  # ns
 AROUND_US = 20_000  # shown on either side of the message that a link leads to
-
-
-def timeline_routes() -> list[Route]:
-    return [Route("/i/{name}/timeline", shown), Route("/i/{name}/timeline.json", data)]
 
 
 def shown(request: Request) -> Response:
