@@ -156,7 +156,6 @@ def bench(
 
 
 def _values(result: Any) -> Any:
-    """Return a result as plain values, with its computed properties."""
     if isinstance(result, list):
         return [_values(one) for one in result]
     computed = [name for name, one in vars(type(result)).items() if isinstance(one, property)]

@@ -181,7 +181,6 @@ def _wait_for_calls(service: Service, callers: Sequence[str], calls: int) -> Non
 
 
 def _idle(services: Sequence[Service], idle_s: float) -> tuple[Idle, Idle]:
-    """Measure what coordinators and apps use over ``idle_s``."""
     pids = [[process.pid for process in service.processes()] for service in services]
     before = [[processor_s(pid) for pid in pair] for pair in pids]
     begun = time.perf_counter()

@@ -74,7 +74,6 @@ def call(
 
 
 def _as_json(method: str, value: Any) -> str:
-    """Return a value as JSON text. Raises FailedError."""
     try:
         try:
             return msgspec.json.encode(value).decode()

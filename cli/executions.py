@@ -165,7 +165,6 @@ def executions(ctx: click.Context, name: list[str], query: Query, state: str, li
 
 
 def _print(found: list[Execution], of: list[str] | None = None) -> None:
-    """Print executions as a table. ``of``: the instance of each."""
     rows = [execution_row(one) for one in found]
     if not found:
         echo("no execution is like that")

@@ -221,7 +221,6 @@ def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, 
 
 
 def _of_log(summary: LogSummary, name: str) -> Peer:
-    """Return the fields of a live coordinator's answer, as far as the log has them."""
     source, start = summary.sources.get(name), summary.stream_starts.get(name)
     return {
         "committer_id": summary.peers.get(name) or (source.committer_id if source else 0) or None,

@@ -142,7 +142,6 @@ def id_of(key: int) -> str:
 
 
 def _place(key: int) -> tuple[int, int]:
-    """Return record and message of a ``def`` handler's call from its key."""
     place = -key - 1
     return place >> INDEX_BITS, place & ((1 << INDEX_BITS) - 1)
 

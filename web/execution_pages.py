@@ -78,7 +78,6 @@ def executions(request: Request) -> Response:
 
 
 def _query(filters: Mapping[str, str]) -> Query:
-    """Make the query that the form describes. Raises ExecutionsError, MomentError."""
     since = parse_moment(filters["since"]) if filters["since"] else None
     if isinstance(since, int):
         raise ExecutionsError(f"{since}: a time was expected, such as 2026-11-28T16:30, or 2h for two hours ago")
@@ -201,7 +200,6 @@ async def act(request: Request) -> Response:
 
 
 def _do(settings: InstanceSettings, action: Action, form: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Carry out the action on each execution; return texts of what was done, and of what was not."""
     said, problems = list[str](), list[str]()
     given = action.request(form)
     for one in chosen(settings, action.verb, Query(), form.get("ids", "").split()):

@@ -114,7 +114,6 @@ def _view(site: Site, settings: InstanceSettings) -> Values:
 
 
 def _failed(site: Site, settings: InstanceSettings) -> list[Values]:
-    """Return the last calls that failed, for which somebody waited or not."""
     try:
         with site.logs.reader(settings) as reader:
             verdicts = reader.last_verdicts(FAILED_SHOWN_MAX)
@@ -170,7 +169,6 @@ def _peers(settings: InstanceSettings) -> Values:
 
 
 def _clients(settings: InstanceSettings) -> list[Values]:
-    """Return the clients that called last."""
     try:
         clients: list[Values] = control.query(settings.folder, "clients", ASK_S).get("clients", [])
     except ControlError:

@@ -165,7 +165,6 @@ def arguments(request: Request) -> Response:
 
 
 def _message(request: Request, site: Site, settings: InstanceSettings) -> tuple[Message, dict[str, Any], int]:
-    """Return the message, its record, and the committer ID of its log."""
     at = request.path_params["record"], request.path_params["index"]
     methods, _ = site.logs.methods(settings)
     with site.logs.reader(settings) as reader:
@@ -298,7 +297,6 @@ def _lanes(site: Site, name: str, asked: str) -> list[str]:
 
 
 def _span(site: Site, lanes: list[str]) -> tuple[int, int] | None:
-    """Return the first and the last time of all lanes, in ns."""
     found = []
     for name in lanes:
         try:

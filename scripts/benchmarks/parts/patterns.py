@@ -36,7 +36,6 @@ Turn = tuple[float, float]  # requests in a second; µs of processors for each, 
 
 @contextlib.contextmanager
 def _servers(kind: str, home: Path, count: int) -> Iterator[tuple[list[str], list[int]]]:
-    """Run servers; yield (endpoints, process IDs)."""
     store = [str(home / f"{kind}-{count}")] if kind == "stored" else []
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(start_module(__name__, "server", kind, *store)) for _ in range(count)]
@@ -200,7 +199,6 @@ _READY_S = 60.0
 
 @contextlib.contextmanager
 def _queue(home: Path) -> Iterator[None]:
-    """Run a queue and its workers."""
     with contextlib.ExitStack() as stack:
         start_service(stack, home, "jobs", "immortal.patterns.queue:Queue")
         for _ in range(WORKERS):
@@ -218,7 +216,6 @@ async def _tasks(jobs: AsyncJobs, at_a_time: int) -> None:
 
 
 def _task_rate(runner: asyncio.Runner, jobs: AsyncJobs, at_a_time: int, seconds: float) -> float:
-    """Measure tasks/s of a queue."""
     began_s = time.perf_counter()
     count = 0
     while (took_s := time.perf_counter() - began_s) < seconds:
@@ -254,7 +251,6 @@ _WAIT_S = 120.0
 
 @contextlib.contextmanager
 def _cluster(home: Path) -> Iterator[None]:
-    """Run a cluster, its collector and its workers."""
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
     worker = partial(start_module, "immortal.patterns.harmony", "work", "cluster", "operator:neg", env=environment)
     with contextlib.ExitStack() as stack:
@@ -266,7 +262,6 @@ def _cluster(home: Path) -> Iterator[None]:
 
 
 def _batch_rate(cluster: Ventilator, names: Iterator[int], tasks: int) -> float:
-    """Measure tasks/s of a batch."""
     batch = cluster.batch(f"batch {next(names)}", "neg", collector="results")
     began_s = time.perf_counter()
     batch.send(range(tasks))
