@@ -13,7 +13,6 @@ import contextlib
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,17 +94,14 @@ def run_call_benchmark(
     size_bytes: int,
     seconds: float,
     repeats: int,
-    folder: Path | None = None,
+    home: Path,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CallResults:
     """Measure each number of calls ``outstanding`` for about ``seconds``, ``repeats`` times, in turns.
 
-    ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
+    ``home``: for the logs. Raises BenchError.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home,
-        immortal_caller(Path(home) / "home") as caller,
-    ):
+    with immortal_caller(home / "home") as caller:
         columns: list[Column] = []
         disk: list[list[float]] = []
         for count in outstanding:
@@ -115,7 +111,7 @@ def run_call_benchmark(
             turns: list[Measured] = []
             for turn in range(repeats):
                 progress(f"{count} outstanding: {turn + 1} of {repeats}")
-                disk.append(append_latencies(Path(home), DISK_BLOCK_SIZE_BYTES))
+                disk.append(append_latencies(home, DISK_BLOCK_SIZE_BYTES))
                 turns.append(caller.run(run_for(count, size_bytes, rate, seconds)))
             columns.append(_column(caller, count, turns))
         return CallResults(
@@ -291,15 +287,14 @@ class FailingResult:
 def measure_failing(
     states_size_bytes: Sequence[int] = STATES_SIZE_BYTES,
     *,
-    folder: Path | None = None,
+    home: Path,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[FailingResult]:
-    """Measure failing calls. ``folder``: for the logs, by default the system's temporary one. Raises BenchError."""
+    """Measure failing calls. ``home``: for the logs. Raises BenchError."""
     results = []
     for size_bytes in states_size_bytes:
         progress(f"a state of {size_bytes >> 20} MiB")
-        with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home:
-            results.append(_measure(Path(home), size_bytes))
+        results.append(_measure(home / str(size_bytes), size_bytes))
     return results
 
 

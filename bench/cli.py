@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,17 +25,21 @@ OUTSTANDING_MAX = 100_000
 STATE_MIB_MAX = 16_384
 
 
-def _numbers(what: str, lowest: int, highest: int, example: str) -> Callable[[click.Context, Any, str], list[int]]:
-    """Return a click callback for numbers with commas between them."""
+def numbers(
+    what: str, lowest: float, highest: float, example: str, kind: type[float] = int
+) -> Callable[[click.Context, Any, str | None], list[float] | None]:
+    """Return a click callback for numbers of type ``kind`` with commas between them."""
 
-    def numbers_of(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    def numbers_of(context: click.Context, parameter: click.Parameter, value: str | None) -> list[float] | None:
+        if value is None:
+            return None
         try:
-            numbers = [int(part) for part in value.split(",")]
+            found = [kind(part) for part in value.split(",")]
         except ValueError:
-            numbers = []
-        if not numbers or not all(lowest <= number <= highest for number in numbers):
+            found = []
+        if not found or not all(lowest <= number <= highest for number in found):
             raise click.BadParameter(f"{value!r}; expected {what}, {lowest} to {highest}, as in {example}")
-        return numbers
+        return found
 
     return numbers_of
 
@@ -44,7 +49,7 @@ def _numbers(what: str, lowest: int, highest: int, example: str) -> Callable[[cl
     "--sizes",
     default="16,64,1024,65536",
     show_default=True,
-    callback=_numbers("sizes in bytes", 0, 16 << 20, "16,64,1024"),
+    callback=numbers("sizes in bytes", 0, 16 << 20, "16,64,1024"),
     help="Arguments, in bytes.",
 )
 @click.option("--volume", "volume_mb", default=500, show_default=True, help="MB of traffic for each size.")
@@ -65,7 +70,7 @@ def _numbers(what: str, lowest: int, highest: int, example: str) -> Callable[[cl
     "--state",
     default="1,1024",
     show_default=True,
-    callback=_numbers("sizes in MiB", 1, STATE_MIB_MAX, "1,1024"),
+    callback=numbers("sizes in MiB", 1, STATE_MIB_MAX, "1,1024"),
     help="With --failing: sizes of the service's state, in MiB.",
 )
 @click.option("--calls", is_flag=True, help="Measure instead calls that wait for their answers.")
@@ -74,7 +79,7 @@ def _numbers(what: str, lowest: int, highest: int, example: str) -> Callable[[cl
     "--outstanding",
     default="1,64,1000",
     show_default=True,
-    callback=_numbers("numbers of calls", 1, OUTSTANDING_MAX, "1,64,1000"),
+    callback=numbers("numbers of calls", 1, OUTSTANDING_MAX, "1,64,1000"),
     help="With --calls: how many calls wait at a time.",
 )
 @click.option(
@@ -130,8 +135,11 @@ def bench(
 
     result: Any
     show: Callable[[Any], None]
-    with Console(stderr=True).status("starting") as status:
-        where: dict[str, Any] = {"folder": folder, "progress": status.update}
+    with (
+        tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as name,
+        Console(stderr=True).status("starting") as status,
+    ):
+        where: dict[str, Any] = {"home": Path(name), "progress": status.update}
         if calls:
             result = run_call_benchmark(outstanding, size_bytes=size_bytes, seconds=seconds, repeats=repeats, **where)
             show = print_calls
@@ -156,7 +164,6 @@ def bench(
 
 
 def _values(result: Any) -> Any:
-    """Return a result as plain values, with its computed properties."""
     if isinstance(result, list):
         return [_values(one) for one in result]
     computed = [name for name, one in vars(type(result)).items() if isinstance(one, property)]

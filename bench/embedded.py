@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,22 +89,20 @@ def run_embedded_benchmark(
     size_bytes: int,
     seconds: float,
     repeats: int,
-    folder: Path | None = None,
+    home: Path,
     progress: Callable[[str], None] = lambda text: None,
 ) -> EmbeddedResults:
     """Measure each :class:`Case` in one process and with sidecars, ``repeats`` turns of about ``seconds`` each.
 
-    ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
+    ``home``: for the logs. Raises BenchError.
     """
-    with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as name:
-        folder = Path(name)
-        with _with_sidecars(folder / "sidecars") as sidecars, _in_one_process(folder / "embedded") as embedded:
-            disk: list[float] = []
-            rows = []
-            for case in Case:
-                rows.append(_measure(sidecars, embedded, case, size_bytes, seconds, repeats, progress))
-                disk.append(1e6 * percentile(append_latencies(folder, DISK_BLOCK_SIZE_BYTES), 50))
-            return EmbeddedResults(size_bytes, rows, statistics.median(disk))
+    with _with_sidecars(home / "sidecars") as sidecars, _in_one_process(home / "embedded") as embedded:
+        disk: list[float] = []
+        rows = []
+        for case in Case:
+            rows.append(_measure(sidecars, embedded, case, size_bytes, seconds, repeats, progress))
+            disk.append(1e6 * percentile(append_latencies(home, DISK_BLOCK_SIZE_BYTES), 50))
+        return EmbeddedResults(size_bytes, rows, statistics.median(disk))
 
 
 def _measure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -61,36 +60,35 @@ def measure_fleet(
     calls: int = CALLS,
     idle_s: float = IDLE_S,
     curve: bool = False,
-    folder: Path | None = None,
+    home: Path,
     progress: Callable[[str], None] = lambda text: None,
 ) -> FleetResult:
     """Start ``instances``, each with its app, let each make ``calls`` to each of ``neighbours`` others, stop them.
 
-    ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
+    ``home``: for the logs. Raises BenchError.
     """
     registered = instances
     instances = min(instances, _free_mib() // PAIR_MIB)
     neighbours = min(neighbours, instances - 1)
     if neighbours < 1:
         raise BenchError(f"a fleet of {instances} has nobody to call: 2 instances at least, of {PAIR_MIB} MiB each")
-    with tempfile.TemporaryDirectory(prefix="immortal-fleet-", dir=folder) as home:
-        names = [f"member-{number:03d}" for number in range(registered)]
-        progress(f"registering {registered} instances")
-        services = register(Path(home), dict.fromkeys(names, APP), {CALLS_VARIABLE: str(calls)}, curve=curve)
-        idle, alone = _idle_percents(Path(home), idle_s, curve, progress)
-        names = names[:instances]
-        services = {name: services[name] for name in names}
-        callers: dict[str, list[str]] = {name: [] for name in names}
-        for number, (name, service) in enumerate(services.items()):
-            called = [names[(number + step) % instances] for step in range(1, neighbours + 1)]
-            for other in called:
-                callers[other].append(name)
-            service.environment |= {NAME_VARIABLE: name, NEIGHBOURS_VARIABLE: ",".join(called)}
-        try:
-            result = _measure(list(services.values()), callers, neighbours, calls, idle_s, progress)
-        finally:
-            for service in services.values():
-                service.kill()
+    names = [f"member-{number:03d}" for number in range(registered)]
+    progress(f"registering {registered} instances")
+    services = register(home / "fleet", dict.fromkeys(names, APP), {CALLS_VARIABLE: str(calls)}, curve=curve)
+    idle, alone = _idle_percents(home, idle_s, curve, progress)
+    names = names[:instances]
+    services = {name: services[name] for name in names}
+    callers: dict[str, list[str]] = {name: [] for name in names}
+    for number, (name, service) in enumerate(services.items()):
+        called = [names[(number + step) % instances] for step in range(1, neighbours + 1)]
+        for other in called:
+            callers[other].append(name)
+        service.environment |= {NAME_VARIABLE: name, NEIGHBOURS_VARIABLE: ",".join(called)}
+    try:
+        result = _measure(list(services.values()), callers, neighbours, calls, idle_s, progress)
+    finally:
+        for service in services.values():
+            service.kill()
     return replace(result, registered=registered, idle_percent=idle, alone_percent=alone)
 
 
@@ -102,25 +100,27 @@ def _free_mib() -> int:
 
 def _idle_percents(home: Path, idle_s: float, curve: bool, progress: Callable[[str], None]) -> tuple[float, float]:
     """Measure an idle coordinator beside all that are registered in ``home``, and one alone: percent of a core."""
-    with tempfile.TemporaryDirectory(prefix="immortal-alone-", dir=home.parent) as other:
-        variables = {CALLS_VARIABLE: "0", NAME_VARIABLE: IDLE_NAME, NEIGHBOURS_VARIABLE: ""}
-        both = [register(place, {IDLE_NAME: APP}, variables, curve=curve)[IDLE_NAME] for place in (home, Path(other))]
-        try:
-            for service in both:
-                service.start()
-            for service in both:
-                service.wait_for_phase("normal", timeout_s=STEP_TIMEOUT_S)
-            progress(f"two are idle for {idle_s:.0f} s")
-            pids = [service.processes()[0].pid for service in both]
-            time.sleep(SETTLE_S)
-            before, begun = [processor_s(pid) for pid in pids], time.perf_counter()
-            time.sleep(idle_s)
-            seconds = time.perf_counter() - begun
-            idle, alone = (100 * (processor_s(pid) - used) / seconds for pid, used in zip(pids, before, strict=True))
-            _stop(both)
-        finally:
-            for service in both:
-                service.kill()
+    variables = {CALLS_VARIABLE: "0", NAME_VARIABLE: IDLE_NAME, NEIGHBOURS_VARIABLE: ""}
+    both = [
+        register(place, {IDLE_NAME: APP}, variables, curve=curve)[IDLE_NAME]
+        for place in (home / "fleet", home / "alone")
+    ]
+    try:
+        for service in both:
+            service.start()
+        for service in both:
+            service.wait_for_phase("normal", timeout_s=STEP_TIMEOUT_S)
+        progress(f"two are idle for {idle_s:.0f} s")
+        pids = [service.processes()[0].pid for service in both]
+        time.sleep(SETTLE_S)
+        before, begun = [processor_s(pid) for pid in pids], time.perf_counter()
+        time.sleep(idle_s)
+        seconds = time.perf_counter() - begun
+        idle, alone = (100 * (processor_s(pid) - used) / seconds for pid, used in zip(pids, before, strict=True))
+        _stop(both)
+    finally:
+        for service in both:
+            service.kill()
     return idle, alone
 
 
@@ -181,7 +181,6 @@ def _wait_for_calls(service: Service, callers: Sequence[str], calls: int) -> Non
 
 
 def _idle(services: Sequence[Service], idle_s: float) -> tuple[Idle, Idle]:
-    """Measure what coordinators and apps use over ``idle_s``."""
     pids = [[process.pid for process in service.processes()] for service in services]
     before = [[processor_s(pid) for pid in pair] for pair in pids]
     begun = time.perf_counter()

@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,25 +68,24 @@ def measure_isolation(
     *,
     seconds: float = SECONDS,
     rounds: int = ROUNDS,
-    folder: Path | None = None,
+    home: Path,
     progress: Callable[[str], None] = lambda text: None,
 ) -> IsolationResult:
-    """Measure ``rounds`` of two windows. ``folder`` (default: a temporary one) holds the logs. Raises BenchError."""
-    with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home:
-        apps = {HUB: "immortal.bench.fleet_apps:Hub"}
-        apps |= dict.fromkeys(RECEIVERS, "immortal.bench.fleet_apps:Receiver")
-        services = register(Path(home), apps, {})
-        with (Path(home) / f"{HUB}.toml").open("a") as settings:
-            settings.write(TUNING)
-        try:
-            for service in services.values():
-                progress(f"starting {service.settings.name}")
-                service.start()
-                service.wait_for_phase("normal")
-            return _Isolation(services, seconds, progress).measure(rounds)
-        finally:
-            for service in services.values():
-                service.kill()
+    """Measure ``rounds`` of two windows. ``home`` holds the logs. Raises BenchError."""
+    apps = {HUB: "immortal.bench.fleet_apps:Hub"}
+    apps |= dict.fromkeys(RECEIVERS, "immortal.bench.fleet_apps:Receiver")
+    services = register(home, apps, {})
+    with (home / f"{HUB}.toml").open("a") as settings:
+        settings.write(TUNING)
+    try:
+        for service in services.values():
+            progress(f"starting {service.settings.name}")
+            service.start()
+            service.wait_for_phase("normal")
+        return _Isolation(services, seconds, progress).measure(rounds)
+    finally:
+        for service in services.values():
+            service.kill()
 
 
 class _Isolation:

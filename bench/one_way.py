@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -153,28 +152,26 @@ def run_benchmark(
     volume_mb: int,
     curve: bool = False,
     log_key: bool = False,
-    folder: Path | None = None,
+    home: Path,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Results:
     """Measure each size once with ``volume_mb`` MB of traffic (each call counts 200 bytes beside its arguments).
 
     ``curve``: also measure instances with keys. ``log_key``: use authenticated logs for all of it.
 
-    ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
+    ``home``: for the logs. Raises BenchError.
     """
-    with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home_name:
-        home = Path(home_name)
-        progress("the disk alone")
-        disk = {block: append_rate(home, block) / 1e6 for block in (64 << 10, 1 << 20)}
-        with _streams(home / "plain", curve=False, log_key=log_key) as streams:
-            one_way = _measure(streams, sizes, volume_mb, progress)
-            memory = {name.removesuffix("-0"): one.peak_memory_mib() for name, one in streams.services.items()}
-            progress("replay")
-            replay = measure_replay(streams.services["receiver-0"])
-        one_way_curve: list[SizeResult] = []
-        if curve:
-            with _streams(home / "curve", curve=True, log_key=log_key) as streams:
-                one_way_curve = _measure(streams, sizes, volume_mb, lambda text: progress(f"{text}, with CURVE"))
+    progress("the disk alone")
+    disk = {block: append_rate(home, block) / 1e6 for block in (64 << 10, 1 << 20)}
+    with _streams(home / "plain", curve=False, log_key=log_key) as streams:
+        one_way = _measure(streams, sizes, volume_mb, progress)
+        memory = {name.removesuffix("-0"): one.peak_memory_mib() for name, one in streams.services.items()}
+        progress("replay")
+        replay = measure_replay(streams.services["receiver-0"])
+    one_way_curve: list[SizeResult] = []
+    if curve:
+        with _streams(home / "curve", curve=True, log_key=log_key) as streams:
+            one_way_curve = _measure(streams, sizes, volume_mb, lambda text: progress(f"{text}, with CURVE"))
     return Results(one_way, one_way_curve, disk, replay, memory)
 
 

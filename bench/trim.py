@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,24 +60,21 @@ class TrimResult:
 def measure_trimming(
     logs: Sequence[tuple[int, int]] = LOGS,
     *,
-    folder: Path | None = None,
+    home: Path,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[TrimResult]:
     """Measure each of ``logs``, (content size in bytes, records), in a new log of its own.
 
-    ``folder``: for the logs, by default the system's temporary folder. Raises BenchError.
+    ``home``: for the logs. Raises BenchError.
     """
     results = []
     switch_interval_s = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a coordinator
     try:
         for size_bytes, records in logs:
-            with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as name:
-                store = create_log(name, "bench", committer_id=_COMMITTER_ID)
-                try:
-                    results.append(_measure(store, size_bytes, records, progress))
-                finally:
-                    store.close()
+            store = create_log(home / str(size_bytes), "bench", committer_id=_COMMITTER_ID)
+            with contextlib.closing(store):
+                results.append(_measure(store, size_bytes, records, progress))
     finally:
         sys.setswitchinterval(switch_interval_s)
     return results

@@ -113,7 +113,6 @@ def _fleet(file: Path, *, make: bool, as_json: bool) -> None:
 
 
 def _show_other(name: str, role: Role, folder: Path, done: str, *, as_json: bool) -> None:
-    """Show the keys of a client or an operator."""
     pairs = key_files.read_pairs(folder)
     if as_json:
         echo_json({"name": name, "role": role, "keys": [pair.public for pair in pairs]} | _files(folder))

@@ -74,7 +74,6 @@ def call(
 
 
 def _as_json(method: str, value: Any) -> str:
-    """Return a value as JSON text. Raises FailedError."""
     try:
         try:
             return msgspec.json.encode(value).decode()
@@ -209,29 +208,24 @@ def _clipped(text: str) -> str:
     return text if len(text) <= WHY_SIZE_MAX else f"{text[: WHY_SIZE_MAX - 3]}..."
 
 
+def _cells(one: Values, *keys: str) -> list[str]:
+    return [printable(str(one[key])) for key in keys]
+
+
 def _print_tables(overview: Values) -> None:
     if overview["functions"]:
         numbers = ("waiting", "delayed", "running", "workers")
         print_table(
             ("function", *numbers, "limit by key"),
-            [
-                (printable(one["name"]), *(str(one[number]) for number in numbers), _limit(one["limit"]))
-                for one in overview["functions"]
-            ],
+            [(*_cells(one, "name", *numbers), _limit(one["limit"])) for one in overview["functions"]],
             right=numbers,
         )
     if overview["workers"]:
+        columns = ("id", "state", "task", "done", "disabled_count")
         print_table(
             ("worker", "state", "task", "done", "disabled", "why"),
             [
-                (
-                    printable(one["id"]),
-                    one["state"],
-                    str(one["task"] or "-"),
-                    str(one["done"]),
-                    str(one["disabled_count"]),
-                    _clipped(one["why"]),
-                )
+                (*_cells(one | {"task": one["task"] or "-"}, *columns), _clipped(one["why"]))
                 for one in overview["workers"]
             ],
             right=("task", "done", "disabled"),
@@ -241,11 +235,7 @@ def _print_tables(overview: Values) -> None:
             ("task", "state", "function", "key", "tries", "submitted", "why"),
             [
                 (
-                    str(one["id"]),
-                    one["state"],
-                    printable(one["function"]),
-                    printable(one["key"]),
-                    str(one["attempts"]),
+                    *_cells(one, "id", "state", "function", "key", "attempts"),
                     time_text(one["submitted_ns"])[:19] + "Z",
                     _clipped(one["reason"]),
                 )

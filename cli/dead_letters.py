@@ -153,7 +153,6 @@ def drop(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool
 
 
 def _chosen(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool) -> Values:
-    """Return the chosen dead letters as a request to the coordinator."""
     if all_of_them == bool(ids):
         raise click.UsageError("either IDs or --all: 'immortal dead-letters NAME' lists them")
     if all_of_them:

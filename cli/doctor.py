@@ -108,7 +108,6 @@ def _json(value: object) -> bytes:
 
 
 def _state(settings: InstanceSettings) -> Iterator[Finding]:
-    """Check that a checkpoint of the instance's state can be taken."""
     if not log_exists(settings.log):
         return
     state = check_state_is_savable(settings)

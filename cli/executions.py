@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from immortal.cli.handlers import _ask, _pass_settings, _reason_option
+from immortal.cli.handlers import _ask, _pass_settings, _reason_option, json_argument
 from immortal.cli.options import (
     InstanceCommandGroup,
     Moment,
@@ -34,7 +34,6 @@ from immortal.presenters.executions import (
     order_for,
 )
 from immortal.presenters.status import operator_name
-from immortal.protocol import decoding
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, echo_lines, json_option, print_table
 from immortal.protocol.executions import (
     STATES,
@@ -129,11 +128,9 @@ def _asking_options(function: Function) -> Function:
     return click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")(function)
 
 
-def _state_option(function: Function) -> Function:
-    states = "|".join(STATES)
-    return click.option("--state", default="", type=click.Choice(["", *STATES]), help="In this state.", metavar=states)(
-        function
-    )
+_state_option = click.option(
+    "--state", default="", type=click.Choice(["", *STATES]), help="In this state.", metavar="|".join(STATES)
+)
 
 
 @click.group(cls=_Group, invoke_without_command=True, subcommand_metavar="[ID | COMMAND [ARGS]...]")
@@ -167,7 +164,6 @@ def executions(ctx: click.Context, name: list[str], query: Query, state: str, li
 
 
 def _print(found: list[Execution], of: list[str] | None = None) -> None:
-    """Print executions as a table. ``of``: the instance of each."""
     rows = [execution_row(one) for one in found]
     if not found:
         echo("no execution is like that")
@@ -263,15 +259,8 @@ def terminate(
 @_pass_settings
 def signal(settings: InstanceSettings, event: str, value: str, query: Query, dry_run: bool, yes: bool) -> None:
     """Give all that wait and are like that the EVENT, with VALUE, which is JSON: as 'immortal handlers NAME signal'."""
-    given = {"event": event, "value": _json(value)}
+    given = {"event": event, "value": json_argument("VALUE", value)}
     _order_all(settings, "signal", query, (), given, dry_run=dry_run, yes=yes)
-
-
-def _json(text: str) -> Any:
-    try:
-        return decoding.parse_json_argument(text)
-    except ValueError as error:
-        raise click.UsageError(f"{text[:100]!r} is not JSON: {error}; a text needs its own quotes: '\"yes\"'") from None
 
 
 @executions.command()
@@ -301,7 +290,7 @@ def restart(
     handler now does something else there.
     """
     query.state = state
-    given = None if arguments is None else _json(arguments)
+    given = None if arguments is None else json_argument("--arguments", arguments)
     if given is not None and not isinstance(given, list):
         raise click.UsageError(f"--arguments {(arguments or '')[:60]!r}: a list of all arguments was expected")
     request = {"arguments": given, "from_step": from_step}

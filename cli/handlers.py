@@ -48,7 +48,7 @@ Values = dict[str, Any]
 
 @click.group(cls=InstanceCommandGroup, invoke_without_command=True, subcommand_metavar="[COMMAND [ARGS]...]")
 @name_argument
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.pass_context
 def handlers(ctx: click.Context, name: str, as_json: bool) -> None:
     """Show the 'async def' handlers of NAME that wait: for what, since when, and at which line.
@@ -155,13 +155,17 @@ def signal(settings: InstanceSettings, wanted: int, event: str, value: str) -> N
     As if a handler had done immortal.signal(EVENT, VALUE); but it goes to this handler, whoever else waits for it.
     The exit status is 1 if it does not wait for EVENT, or VALUE is not of the type that it waits for.
     """
+    _order(settings, "signal", {"task": wanted, "event": event, "value": json_argument("VALUE", value)})
+
+
+def json_argument(what: str, text: str) -> Any:
+    """Decode a value that a person typed. Raises click.UsageError."""
     try:
-        decoded = decoding.parse_json_argument(value)
+        return decoding.parse_json_argument(text)
     except ValueError as error:
         raise click.UsageError(
-            f"VALUE {value[:100]!r} is not JSON: {error}; a text needs its own quotes: '\"yes\"'"
+            f"{what} {text[:100]!r} is not JSON: {error}; a text needs its own quotes: '\"yes\"'"
         ) from None
-    _order(settings, "signal", {"task": wanted, "event": event, "value": decoded})
 
 
 @handlers.command("retry-effect")

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from msgspec.structs import asdict
 
-from immortal.cli.log_diff import diff_lines, diff_logs, diff_values
+from immortal.cli.log_diff import LogDiff
 from immortal.cli.options import app_name, name_argument, pass_registry, progress_bar, settings_with_log
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import time_text
@@ -267,11 +267,11 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
         raise click.UsageError(f"{first} and {second} are the same log, in {places[0].where}")
     with open_reader(places[0]) as ours, open_reader(places[1]) as theirs:
         with progress_bar("comparing") as progress:
-            found = diff_logs(ours, theirs, limit=limit, progress=progress)
+            found = LogDiff((first, ours), (second, theirs), limit=limit, progress=progress)
         if as_json:
-            echo_json(diff_values(found, (ours, theirs)))
+            echo_json(found.values())
         else:
-            echo_lines(diff_lines(found, (ours, theirs), (first, second)))
+            echo_lines(found.lines())
     sys.exit(0 if found.is_same else 3)
 
 

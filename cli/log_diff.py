@@ -6,9 +6,10 @@ written independently never have the same bytes; of these the messages and the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import zip_longest
-from typing import Any, TypeVar
+import heapq
+from collections.abc import Callable, Iterator
+from itertools import groupby, repeat, zip_longest
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -23,23 +24,97 @@ from immortal.protocol.messages import decode_messages
 from immortal.protocol.trailer import Trailer
 
 PROGRESS_RECORDS = 4096  # between two calls of progress
+DAMAGE, MESSAGES, TIME, SOURCES, OUTPUTS = "damage", "messages", "time", "sources", "outputs"
+_IDENTITY_IN_WORDS = {
+    "instance_name": "instance",
+    "committer_id": "committer",
+    "created_ns": "made at",
+    "format_version": "format",
+}
+_HEADER_IN_WORDS = {
+    "sequence_id": "record",
+    "size_bytes": "size",
+    "check": "CRC",
+    "outputs": "outputs",
+    "version": "version",
+}
 
-Item = TypeVar("Item")
 
+class _Log(Struct):
+    """One of the two logs, as the user named it: its totals in the compared range, and what only this log has."""
 
-Pair = tuple[str, str]
-
-
-class LogTotals(Struct):
-    """Totals of one log in the compared range."""
-
+    name: str
+    reader: LogReader
+    summary: LogSummary
     records: int = 0
     messages: int = 0
     size_bytes: int = 0
     damaged: int = 0
+    only_records: int = 0
+    only: list[tuple[int, int]] = field(default_factory=list)  # the first spans
+
+    def rows(self) -> Iterator[LoggedValue]:
+        """Return the records that exist, damaged or not, up to the last one of the summary."""
+        return (row for row in self.reader.records(last_sequence_id=self.summary.last_sequence_id) if row.value)
+
+    def row(self, sequence_id: int) -> LoggedValue | None:
+        return next(self.reader.records(sequence_id, sequence_id), None)
+
+    def trailer(self, row: LoggedValue) -> Trailer | None:
+        """Return the trailer of a record; None if the record is damaged."""
+        if row.problem is not None:
+            return None
+        return verify_value(row.value, row.sequence_id, self.reader.identity.committer_id)[1]
+
+    def count(self, row: LoggedValue, trailer: Trailer | None) -> None:
+        self.records += 1
+        self.size_bytes += len(row.value)
+        if trailer is None:
+            self.damaged += 1
+        else:
+            self.messages += sum(batch.count for batch in trailer.batches)
+
+    def count_only(self, row: LoggedValue, limit: int) -> None:
+        self.only_records += 1
+        if self.only and self.only[-1][1] == row.sequence_id - 1:
+            self.only[-1] = (self.only[-1][0], row.sequence_id)
+        elif len(self.only) < limit:
+            self.only.append((row.sequence_id, row.sequence_id))
+        self.count(row, self.trailer(row))
+
+    def values(self) -> dict[str, Any]:
+        identity = self.reader.identity
+        return {
+            "instance": identity.instance_name,
+            "committer_id": identity.committer_id,
+            "folder": str(self.reader.where),
+            "first_sequence_id": self.summary.first_sequence_id,
+            "last_sequence_id": self.summary.last_sequence_id,
+            "records": self.records,
+            "messages": self.messages,
+            "size_bytes": self.size_bytes,
+            "damaged": self.damaged,
+            "checkpoints": [header.checkpoint_id for header in self.summary.checkpoints],
+        }
+
+    def text(self) -> str:
+        summary = self.summary
+        records = f"records {summary.first_sequence_id} to {summary.last_sequence_id}" if self.records else "no records"
+        damaged = f", {self.damaged} DAMAGED" if self.damaged else ""
+        return (
+            f"instance {self.reader.identity.instance_name}, {records}: {self.records:,} with {self.messages:,}"
+            f" messages, {self.size_bytes:,} bytes{damaged}; {counted(len(summary.checkpoints), 'checkpoint')}"
+        )
+
+    def only_text(self) -> str:
+        spans = [f"record {first}" if first == last else f"records {first} to {last}" for first, last in self.only]
+        shown = sum(last + 1 - first for first, last in self.only)
+        if shown < self.only_records:
+            spans.append(f"{self.only_records - shown} more")
+        return ", ".join(spans)
 
 
-class RecordDifference(Struct, frozen=True):
+class _Difference(Struct, frozen=True):
     """Difference of a record that both logs have.
 
     ``what``: the parts that differ, of DAMAGE, MESSAGES, TIME, SOURCES and OUTPUTS. ``message_index``: the first
@@ -47,183 +122,204 @@ class RecordDifference(Struct, frozen=True):
     """
 
     sequence_id: int
-    what: tuple[str, ...]
+    what: list[str]
     message_index: int | None = None
 
+    def values_in(self, log: _Log) -> dict[str, Any] | None:
+        """Describe the record in a log, or its one message that differs; None if the log has trimmed it."""
+        row = log.row(self.sequence_id)
+        record = None if row is None else describe_record(row, log.reader.identity.committer_id)
+        if record is None or self.message_index is None or "problem" in record:
+            return record
+        messages = [message for message in record["messages"] if message["type"] != "RECORD_TIME"]
+        return messages[self.message_index] if self.message_index < len(messages) else None
 
-DAMAGE, MESSAGES, TIME, SOURCES, OUTPUTS = "damage", "messages", "time", "sources", "outputs"
+    def text_in(self, log: _Log) -> str:
+        """Return the message that differs as text, or the line of the record if no one message does."""
+        row = log.row(self.sequence_id)
+        if row is None:
+            return "trimmed meanwhile"
+        own, *messages = record_lines(describe_record(row, log.reader.identity.committer_id))
+        if self.message_index is None:
+            return own
+        messages = [line.strip() for line in messages if not line.strip().startswith("RECORD_TIME")]
+        return messages[self.message_index] if self.message_index < len(messages) else "no such message"
+
+    def heading(self) -> str:
+        what = [word for word in self.what if word != MESSAGES]
+        if DAMAGE in what:
+            return f"record {self.sequence_id} is damaged:"
+        if self.message_index is not None:
+            also = f" ({', '.join(what)} too)" if what else ""
+            return f"record {self.sequence_id}, message {self.message_index} differs{also}:"
+        return f"record {self.sequence_id}: the messages are the same, not so its {' and '.join(what)}:"
 
 
-class CheckpointDifference(Struct, frozen=True):
+class _CheckpointDifference(Struct, frozen=True):
     """Difference of a checkpoint; None stands for a log that does not have it. ``what``: the fields that differ."""
 
     checkpoint_id: int
-    first: CheckpointHeader | None
-    second: CheckpointHeader | None
-    what: tuple[str, ...] = ()
+    headers: tuple[CheckpointHeader | None, CheckpointHeader | None]
+    what: list[str]
+
+    def text(self, logs: tuple[_Log, _Log]) -> str:
+        for header, other in zip(self.headers, reversed(logs), strict=True):
+            if header is None:
+                (had,) = filter(None, self.headers)
+                after = f"taken after record {had.sequence_id}"
+                return f"checkpoint {self.checkpoint_id}, {after}, is only in {other.name}"
+        return f"checkpoint {self.checkpoint_id} differs: {', '.join(self.what)}"
 
 
-class LogDiff(Struct):
-    """Differences of two logs. The lists hold the first ``limit`` of each kind; the counts include all."""
+class LogDiff:
+    """Differences of two logs, each with the name that the user gave it, in the contents that they have at the start.
 
-    summaries: tuple[LogSummary, LogSummary]
-    limit: int
-    identity: dict[str, tuple[object, object]] = field(default_factory=dict)
-    totals: tuple[LogTotals, LogTotals] = field(default_factory=lambda: (LogTotals(), LogTotals()))
-    same_records: int = 0
-    different_records: int = 0
-    only_records: list[int] = field(default_factory=lambda: [0, 0])
-    differences: list[RecordDifference] = field(default_factory=list)
-    only: tuple[list[tuple[int, int]], list[tuple[int, int]]] = field(default_factory=lambda: ([], []))
-    checkpoints: list[CheckpointDifference] = field(default_factory=list)
+    The lists hold the first ``limit`` of each kind; the counts include all. ``progress(records, total)`` is called now
+    and then. Raises DamagedLogError if a log can't be read at all; a damaged record is a difference.
+    """
+
+    def __init__(
+        self,
+        first: tuple[str, LogReader],
+        second: tuple[str, LogReader],
+        *,
+        limit: int,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._limit = limit
+        self._logs = _Log(*first, first[1].summary()), _Log(*second, second[1].summary())
+        self._identity = {
+            name: values
+            for name in _IDENTITY_IN_WORDS
+            if (values := tuple(getattr(one.reader.identity, name) for one in self._logs))[0] != values[1]
+        }
+        self._checkpoints = list(_checkpoint_differences(self._logs))
+        self._same_records = self._different_records = 0
+        self._differences: list[_Difference] = []
+        begins = min(one.summary.first_sequence_id for one in self._logs)
+        total = max(one.summary.last_sequence_id for one in self._logs) + 1 - begins
+        rows = (zip(one.rows(), repeat(index)) for index, one in enumerate(self._logs))
+        merged = heapq.merge(*rows, key=lambda one: one[0].sequence_id)
+        for sequence_id, some in groupby(merged, key=lambda one: one[0].sequence_id):
+            if (sequence_id - begins) % PROGRESS_RECORDS == 0:
+                progress(sequence_id - begins, total)
+            match list(some):
+                case [(row, index)]:
+                    self._logs[index].count_only(row, limit)
+                case [(one, _), (other, _)]:
+                    self._compare(one, other)
+
+    def _compare(self, one: LoggedValue, other: LoggedValue) -> None:
+        is_copy = one.value == other.value and one.problem is None and other.problem is None
+        first, second = self._logs
+        trailer = first.trailer(one)
+        other_trailer = trailer if is_copy else second.trailer(other)
+        first.count(one, trailer)
+        second.count(other, other_trailer)
+        difference = None if is_copy else _difference(one, other, trailer, other_trailer)
+        if difference is None:
+            self._same_records += 1
+            return
+        self._different_records += 1
+        if len(self._differences) < self._limit:
+            self._differences.append(difference)
 
     @property
     def is_same(self) -> bool:
-        return not (self.identity or self.different_records or any(self.only_records) or self.checkpoints)
+        only = any(one.only_records for one in self._logs)
+        return not (self._identity or self._different_records or only or self._checkpoints)
 
+    def values(self) -> dict[str, Any]:
+        """Return plain values for JSON. "a" and "b" are the two logs, in the order in which they were given."""
+        a, b = self._logs
+        return {
+            "same": self.is_same,
+            "a": a.values(),
+            "b": b.values(),
+            "identity": {name: dict(zip("ab", values, strict=True)) for name, values in self._identity.items()},
+            "records": {
+                "same": self._same_records,
+                "different": self._different_records,
+                "only_a": a.only_records,
+                "only_b": b.only_records,
+            },
+            "first": [
+                {
+                    "record": one.sequence_id,
+                    "what": one.what,
+                    "message": one.message_index,
+                    "a": one.values_in(a),
+                    "b": one.values_in(b),
+                }
+                for one in self._differences
+            ],
+            "only_a": [list(span) for span in a.only],
+            "only_b": [list(span) for span in b.only],
+            "checkpoints": [
+                {
+                    "checkpoint": one.checkpoint_id,
+                    "what": one.what,
+                    **dict(zip("ab", map(_checkpoint_values, one.headers), strict=True)),
+                }
+                for one in self._checkpoints
+            ],
+        }
 
-def diff_logs(
-    first: LogReader, second: LogReader, *, limit: int = 20, progress: Callable[[int, int], None] | None = None
-) -> LogDiff:
-    """Compare the contents that two logs have at the start. ``progress(records, total)`` is called now and then.
-
-    Raises DamagedLogError if a log can't be read at all; a damaged record is a difference.
-    """
-    summaries = first.summary(), second.summary()
-    diff = LogDiff(summaries, limit)
-    diff.identity = _identity(first, second)
-    diff.checkpoints = list(_checkpoints(*summaries))
-    begins = min(summary.first_sequence_id for summary in summaries)
-    total = max(summary.last_sequence_id for summary in summaries) + 1 - begins
-    readers = (first, second)
-    for one, other in _merged(*(_rows(reader, summary) for reader, summary in zip(readers, summaries, strict=True))):
-        found = one or other
-        if progress is not None and found is not None and (found.sequence_id - begins) % PROGRESS_RECORDS == 0:
-            progress(found.sequence_id - begins, total)
-        if one is None:
-            _count_only(diff, 1, second, other)
-        elif other is None:
-            _count_only(diff, 0, first, one)
+    def lines(self) -> Iterator[str]:
+        """Yield lines for people."""
+        width = max(len(one.name) for one in self._logs)
+        for log in self._logs:
+            yield f"{log.name:{width}}  {log.text()}"
+        for name, values in self._identity.items():
+            shown = map(time_text, values) if name == "created_ns" else map(str, values)
+            yield f"{_IDENTITY_IN_WORDS[name]} differs: {', '.join(shown)}"
+        for difference in self._differences:
+            yield difference.heading()
+            for log in self._logs:
+                yield f"    {log.name:{width}}  {difference.text_in(log)}"
+        if self._different_records > len(self._differences):
+            yield f"and {self._different_records - len(self._differences)} more records that differ"
+        for log in self._logs:
+            if log.only_records:
+                yield f"only in {log.name}: {log.only_text()}"
+        for checkpoint in self._checkpoints[: self._limit]:
+            yield checkpoint.text(self._logs)
+        if len(self._checkpoints) > self._limit:
+            yield f"and {len(self._checkpoints) - self._limit} more checkpoints that differ"
+        records = f"{counted(self._same_records, 'record')} the same"
+        if self.is_same:
+            yield f"same: {records}, {counted(len(self._logs[0].summary.checkpoints), 'checkpoint')}"
         else:
-            _compare(diff, readers, one, other)
-    return diff
+            only = "".join(f", {one.only_records:,} only in {one.name}" for one in self._logs)
+            yield f"different: {records}, {self._different_records:,} different{only}"
 
 
-def _identity(first: LogReader, second: LogReader) -> dict[str, tuple[object, object]]:
-    """Return the fields of identity in which the two logs differ."""
-    return {
-        name: values
-        for name in ("instance_name", "committer_id", "created_ns", "format_version")
-        if (values := (getattr(first.identity, name), getattr(second.identity, name)))[0] != values[1]
-    }
-
-
-def _checkpoints(first: LogSummary, second: LogSummary) -> Iterator[CheckpointDifference]:
-    ours, theirs = ({header.checkpoint_id: header for header in each.checkpoints} for each in (first, second))
+def _checkpoint_differences(logs: tuple[_Log, _Log]) -> Iterator[_CheckpointDifference]:
+    ours, theirs = ({header.checkpoint_id: header for header in one.summary.checkpoints} for one in logs)
     for checkpoint_id in sorted(ours.keys() | theirs.keys()):
         one, other = ours.get(checkpoint_id), theirs.get(checkpoint_id)
-        if one is None or other is None:
-            yield CheckpointDifference(checkpoint_id, one, other)
-        elif what := tuple(name for name, values in _header_fields(one, other).items() if values[0] != values[1]):
-            yield CheckpointDifference(checkpoint_id, one, other, what)
-
-
-def _header_fields(one: CheckpointHeader, other: CheckpointHeader) -> Mapping[str, tuple[object, object]]:
-    names = {"sequence_id": "record", "size_bytes": "size", "check": "CRC", "outputs": "outputs", "version": "version"}
-    return {word: (getattr(one, name), getattr(other, name)) for name, word in names.items()}
-
-
-# --- records ---------------------------------------------------------------------------------------------------------
-
-
-def _rows(reader: LogReader, summary: LogSummary) -> Iterator[LoggedValue]:
-    """Return the records that exist, damaged or not, up to the last one of ``summary``."""
-    return (row for row in reader.records(last_sequence_id=summary.last_sequence_id) if row.value)
-
-
-def _merged(
-    first: Iterator[LoggedValue], second: Iterator[LoggedValue]
-) -> Iterator[tuple[LoggedValue | None, LoggedValue | None]]:
-    """Yield the records of two logs in pairs, by sequence ID; None if a log has no such record."""
-    one, other = next(first, None), next(second, None)
-    while one is not None or other is not None:
-        if other is None or (one is not None and one.sequence_id < other.sequence_id):
-            yield one, None
-            one = next(first, None)
-        elif one is None or other.sequence_id < one.sequence_id:
-            yield None, other
-            other = next(second, None)
-        else:
-            yield one, other
-            one, other = next(first, None), next(second, None)
-
-
-def _count_only(diff: LogDiff, index: int, reader: LogReader, row: LoggedValue | None) -> None:
-    if row is None:
-        return
-    diff.only_records[index] += 1
-    spans = diff.only[index]
-    if spans and spans[-1][1] == row.sequence_id - 1:
-        spans[-1] = (spans[-1][0], row.sequence_id)
-    elif len(spans) < diff.limit:
-        spans.append((row.sequence_id, row.sequence_id))
-    _add(diff.totals[index], row, _trailer(reader, row))
-
-
-def _compare(diff: LogDiff, readers: tuple[LogReader, LogReader], one: LoggedValue, other: LoggedValue) -> None:
-    is_copy = one.value == other.value and one.problem is None and other.problem is None
-    trailer = _trailer(readers[0], one)
-    other_trailer = trailer if is_copy else _trailer(readers[1], other)
-    _add(diff.totals[0], one, trailer)
-    _add(diff.totals[1], other, other_trailer)
-    difference = None if is_copy else _difference(one, other, trailer, other_trailer)
-    if difference is None:
-        diff.same_records += 1
-        return
-    diff.different_records += 1
-    if len(diff.differences) < diff.limit:
-        diff.differences.append(difference)
-
-
-def _trailer(reader: LogReader, row: LoggedValue) -> Trailer | None:
-    """Return the trailer of a record; None if the record is damaged."""
-    if row.problem is not None:
-        return None
-    return verify_value(row.value, row.sequence_id, reader.identity.committer_id)[1]
-
-
-def _add(totals: LogTotals, row: LoggedValue, trailer: Trailer | None) -> None:
-    totals.records += 1
-    totals.size_bytes += len(row.value)
-    if trailer is None:
-        totals.damaged += 1
-    else:
-        totals.messages += sum(batch.count for batch in trailer.batches)
+        what = []
+        if one is not None and other is not None:
+            what = [word for name, word in _HEADER_IN_WORDS.items() if getattr(one, name) != getattr(other, name)]
+        if what or one is None or other is None:
+            yield _CheckpointDifference(checkpoint_id, (one, other), what)
 
 
 def _difference(
     one: LoggedValue, other: LoggedValue, trailer: Trailer | None, other_trailer: Trailer | None
-) -> RecordDifference | None:
+) -> _Difference | None:
     if trailer is None or other_trailer is None:
-        return RecordDifference(one.sequence_id, (DAMAGE,))
-    what = []
-    index = _first_different(_messages_of(one.value), _messages_of(other.value))
-    if index is not None:
-        what.append(MESSAGES)
-    if trailer.time_ns != other_trailer.time_ns:
-        what.append(TIME)
-    if trailer.batches != other_trailer.batches:
-        what.append(SOURCES)
-    if trailer.outputs != other_trailer.outputs:
-        what.append(OUTPUTS)
-    return RecordDifference(one.sequence_id, tuple(what), index) if what else None
-
-
-def _first_different(first: Iterator[Item], second: Iterator[Item]) -> int | None:
-    for index, (one, other) in enumerate(zip_longest(first, second)):
-        if one != other:
-            return index
-    return None
+        return _Difference(one.sequence_id, [DAMAGE])
+    messages = zip_longest(_messages_of(one.value), _messages_of(other.value))
+    index = next((index for index, (ours, theirs) in enumerate(messages) if ours != theirs), None)
+    differs = {
+        MESSAGES: index is not None,
+        TIME: trailer.time_ns != other_trailer.time_ns,
+        SOURCES: trailer.batches != other_trailer.batches,
+        OUTPUTS: trailer.outputs != other_trailer.outputs,
+    }
+    what = [word for word, is_other in differs.items() if is_other]
+    return _Difference(one.sequence_id, what, index) if what else None
 
 
 def _messages_of(value: bytes) -> Iterator[bytes]:
@@ -233,69 +329,6 @@ def _messages_of(value: bytes) -> Iterator[bytes]:
         for _, _, end in decode_messages(batch.payload):
             yield batch.payload[offset:end]
             offset = end
-
-
-# Differences as plain values, and as text.
-
-
-_IDENTITY_IN_WORDS = {
-    "instance_name": "instance",
-    "committer_id": "committer",
-    "created_ns": "made at",
-    "format_version": "format",
-}
-
-
-def diff_values(diff: LogDiff, readers: tuple[LogReader, LogReader]) -> dict[str, Any]:
-    """Return plain values for JSON. "a" and "b" are the two logs, in the order in which they were given."""
-    return {
-        "same": diff.is_same,
-        "a": _log_values(diff, readers, 0),
-        "b": _log_values(diff, readers, 1),
-        "identity": {name: {"a": ours, "b": theirs} for name, (ours, theirs) in diff.identity.items()},
-        "records": {
-            "same": diff.same_records,
-            "different": diff.different_records,
-            "only_a": diff.only_records[0],
-            "only_b": diff.only_records[1],
-        },
-        "first": [
-            {
-                "record": difference.sequence_id,
-                "what": list(difference.what),
-                "message": difference.message_index,
-                **dict(zip("ab", _described(readers, difference), strict=True)),
-            }
-            for difference in diff.differences
-        ],
-        "only_a": [list(span) for span in diff.only[0]],
-        "only_b": [list(span) for span in diff.only[1]],
-        "checkpoints": [
-            {
-                "checkpoint": found.checkpoint_id,
-                "what": list(found.what),
-                "a": _checkpoint_values(found.first),
-                "b": _checkpoint_values(found.second),
-            }
-            for found in diff.checkpoints
-        ],
-    }
-
-
-def _log_values(diff: LogDiff, readers: tuple[LogReader, LogReader], index: int) -> dict[str, Any]:
-    summary, totals, identity = diff.summaries[index], diff.totals[index], readers[index].identity
-    return {
-        "instance": identity.instance_name,
-        "committer_id": identity.committer_id,
-        "folder": str(readers[index].where),
-        "first_sequence_id": summary.first_sequence_id,
-        "last_sequence_id": summary.last_sequence_id,
-        "records": totals.records,
-        "messages": totals.messages,
-        "size_bytes": totals.size_bytes,
-        "damaged": totals.damaged,
-        "checkpoints": [header.checkpoint_id for header in summary.checkpoints],
-    }
 
 
 def _checkpoint_values(header: CheckpointHeader | None) -> dict[str, Any] | None:
@@ -308,110 +341,3 @@ def _checkpoint_values(header: CheckpointHeader | None) -> dict[str, Any] | None
         "version": header.version,
         "outputs": {name: mark.position for name, mark in header.outputs.items()},
     }
-
-
-def _described(readers: tuple[LogReader, LogReader], difference: RecordDifference) -> list[dict[str, Any] | None]:
-    """Describe the record in each log, or its one message that differs; None if a log has trimmed it."""
-    described: list[dict[str, Any] | None] = []
-    for reader in readers:
-        row = _row(reader, difference.sequence_id)
-        record = None if row is None else describe_record(row, reader.identity.committer_id)
-        if record is not None and difference.message_index is not None and "problem" not in record:
-            messages = [message for message in record["messages"] if message["type"] != "RECORD_TIME"]
-            record = messages[difference.message_index] if difference.message_index < len(messages) else None
-        described.append(record)
-    return described
-
-
-def _row(reader: LogReader, sequence_id: int) -> LoggedValue | None:
-    return next(reader.records(sequence_id, sequence_id), None)
-
-
-# --- for people ------------------------------------------------------------------------------------------------------
-
-
-def diff_lines(diff: LogDiff, readers: tuple[LogReader, LogReader], names: Pair) -> Iterator[str]:
-    """Yield lines for people. ``names``: the two logs as the user named them."""
-    width = max(map(len, names))
-    labels = f"{names[0]:{width}}", f"{names[1]:{width}}"
-    for index, label in enumerate(labels):
-        yield f"{label}  {_log_text(diff, readers, index)}"
-    for name, values in diff.identity.items():
-        ours, theirs = (
-            time_text(value) if isinstance(value, int) and name == "created_ns" else value for value in values
-        )
-        yield f"{_IDENTITY_IN_WORDS[name]} differs: {ours}, {theirs}"
-    for difference in diff.differences:
-        yield from _difference_lines(readers, difference, labels)
-    if diff.different_records > len(diff.differences):
-        yield f"and {diff.different_records - len(diff.differences)} more records that differ"
-    for index, name in enumerate(names):
-        if diff.only_records[index]:
-            yield f"only in {name}: {_spans_text(diff, index)}"
-    yield from _checkpoint_lines(diff, names)
-    yield _verdict(diff, names)
-
-
-def _log_text(diff: LogDiff, readers: tuple[LogReader, LogReader], index: int) -> str:
-    summary, totals, identity = diff.summaries[index], diff.totals[index], readers[index].identity
-    records = f"records {summary.first_sequence_id} to {summary.last_sequence_id}" if totals.records else "no records"
-    damaged = f", {totals.damaged} DAMAGED" if totals.damaged else ""
-    return (
-        f"instance {identity.instance_name}, {records}: {totals.records:,} with {totals.messages:,} messages,"
-        f" {totals.size_bytes:,} bytes{damaged}; {counted(len(summary.checkpoints), 'checkpoint')}"
-    )
-
-
-def _difference_lines(
-    readers: tuple[LogReader, LogReader], difference: RecordDifference, labels: Pair
-) -> Iterator[str]:
-    what = [word for word in difference.what if word != "messages"]
-    if DAMAGE in what:
-        yield f"record {difference.sequence_id} is damaged:"
-    elif difference.message_index is not None:
-        also = f" ({', '.join(what)} too)" if what else ""
-        yield f"record {difference.sequence_id}, message {difference.message_index} differs{also}:"
-    else:
-        yield f"record {difference.sequence_id}: the messages are the same, not so its {' and '.join(what)}:"
-    for reader, label in zip(readers, labels, strict=True):
-        yield f"    {label}  {_shown(reader, difference)}"
-
-
-def _shown(reader: LogReader, difference: RecordDifference) -> str:
-    """Return the message that differs as text, or the line of the record if no one message does."""
-    row = _row(reader, difference.sequence_id)
-    if row is None:
-        return "trimmed meanwhile"
-    own, *messages = record_lines(describe_record(row, reader.identity.committer_id))
-    if difference.message_index is None:
-        return own
-    messages = [line.strip() for line in messages if not line.strip().startswith("RECORD_TIME")]
-    return messages[difference.message_index] if difference.message_index < len(messages) else "no such message"
-
-
-def _spans_text(diff: LogDiff, index: int) -> str:
-    spans = [f"record {first}" if first == last else f"records {first} to {last}" for first, last in diff.only[index]]
-    shown = sum(last + 1 - first for first, last in diff.only[index])
-    if shown < diff.only_records[index]:
-        spans.append(f"{diff.only_records[index] - shown} more")
-    return ", ".join(spans)
-
-
-def _checkpoint_lines(diff: LogDiff, names: Pair) -> Iterator[str]:
-    for found in diff.checkpoints[: diff.limit]:
-        header, name = (found.first, names[0]) if found.second is None else (found.second, names[1])
-        if found.first is not None and found.second is not None:
-            yield f"checkpoint {found.checkpoint_id} differs: {', '.join(found.what)}"
-        elif header is not None:
-            yield f"checkpoint {found.checkpoint_id}, taken after record {header.sequence_id}, is only in {name}"
-    if len(diff.checkpoints) > diff.limit:
-        yield f"and {len(diff.checkpoints) - diff.limit} more checkpoints that differ"
-
-
-def _verdict(diff: LogDiff, names: Pair) -> str:
-    records = f"{counted(diff.same_records, 'record')} the same"
-    if diff.is_same:
-        return f"same: {records}, {counted(len(diff.summaries[0].checkpoints), 'checkpoint')}"
-    counts = [f"{diff.different_records:,} different"]
-    counts += [f"{count:,} only in {name}" for count, name in zip(diff.only_records, names, strict=True)]
-    return f"different: {records}, {', '.join(counts)}"

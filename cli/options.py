@@ -103,8 +103,7 @@ def complete_instance(ctx: click.Context, parameter: click.Parameter, incomplete
     return []
 
 
-def name_argument(function: Function) -> Function:
-    return click.argument("name", callback=instance_name, shell_complete=complete_instance)(function)
+name_argument = click.argument("name", callback=instance_name, shell_complete=complete_instance)
 
 
 def timeout_option(default: float, help_text: str = "How long to wait for it.") -> Callable[[Function], Function]:
@@ -176,28 +175,19 @@ def log_output_options(function: Function) -> Function:
     )(function)
 
 
-def promote_option(function: Function) -> Function:
-    return click.option(
-        "--promote",
-        is_flag=True,
-        help="After a recovery, begin to work before a checkpoint is taken: for large states.",
-    )(function)
-
-
-def follow_option(function: Function) -> Function:
-    return click.option(
-        "--follow",
-        is_flag=True,
-        help="While another process runs the instance, follow its log, ready to take over when that is gone.",
-    )(function)
-
-
-def trust_pickle_option(function: Function) -> Function:
-    return click.option(
-        "--trust-pickle",
-        is_flag=True,
-        help="Read states that pickle wrote also of a log that this home did not make: that runs what is in them.",
-    )(function)
+promote_option = click.option(
+    "--promote", is_flag=True, help="After a recovery, begin to work before a checkpoint is taken: for large states."
+)
+follow_option = click.option(
+    "--follow",
+    is_flag=True,
+    help="While another process runs the instance, follow its log, ready to take over when that is gone.",
+)
+trust_pickle_option = click.option(
+    "--trust-pickle",
+    is_flag=True,
+    help="Read states that pickle wrote also of a log that this home did not make: that runs what is in them.",
+)
 
 
 def at_least_option(default: int) -> Callable[[Function], Function]:

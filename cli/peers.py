@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import click
@@ -47,9 +48,7 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
     All positions are those of NAME's own log. A stopped instance is read from its log.
     """
     settings = registry.load(name)
-    found = live_peers(settings)
-    if found is None:
-        found = _stopped_peers(settings, registry)
+    found = _peers_of(settings, registry)
     if as_json:
         echo_json({"name": name, "peers": found})
         return
@@ -77,16 +76,14 @@ def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) ->
     settings = registry.load(name)
     if peer == name:
         raise click.UsageError(f"{name!r} is no peer of itself")
-    live = live_peers(settings)
-    known = (_stopped_peers(settings, registry) if live is None else live).get(peer)
+    known = _peers_of(settings, registry).get(peer)
     if known is None or known["committer_id"] is None:
         raise _nothing_known(name, peer)
     lines = list(consequences(name, peer, known))
     if not yes:
         echo_lines(lines, err=as_json)
         click.confirm(f"Begin anew with {peer}?", abort=True, err=as_json)
-    if not _reset_live(settings, peer):
-        _reset_stopped(settings, peer)
+    _reset(settings, peer)
     if as_json:
         echo_json({"name": name, "peer": peer, "reset": True, "before": known})
         return
@@ -110,17 +107,18 @@ def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> 
     asked since it is not registered in the same folder, nothing is done without --accept-loss.
     """
     settings = registry.load(name)
-    live = live_peers(settings)
-    own = _stopped_peers(settings, registry) if live is None else live
-    known = {peer: one for peer, one in own.items() if one["committer_id"] is not None}
+    known = {peer: one for peer, one in _peers_of(settings, registry).items() if one["committer_id"] is not None}
     if not known:
         raise FailedError(f"{name!r} has heard nothing of any peer yet: there is nothing to reclaim")
     losses = {peer: _Loss.between(one, _as_seen_by(registry, peer, name)) for peer, one in known.items()}
     told = [line for peer, loss in losses.items() for line in loss.lines(name, peer)]
     if told and not accept_loss:
         raise FailedError("\n  ".join([f"nothing was done: with --accept-loss {name!r} goes on, and", *told]))
-    if not _reclaim_live(settings):
-        _reclaim_stopped(settings)
+    if control.running(settings.folder) is not None:
+        control.query(settings.folder, "reclaim")
+    else:
+        with closing(open_log(settings.log, settings.name)) as store:
+            store.commit(reclaim_transaction(store.summary()))
     if as_json:
         echo_json({"name": name, "reclaimed": True, "peers": {peer: asdict(loss) for peer, loss in losses.items()}})
         return
@@ -162,55 +160,31 @@ def _as_seen_by(registry: Registry, peer: str, name: str) -> Peer | None:
     """Return the streams with ``name`` as ``peer`` sees them; None if they are not known here."""
     if peer not in registry.names():
         return None
-    settings = registry.load(peer)
-    live = live_peers(settings)
-    return (_stopped_peers(settings, registry) if live is None else live).get(name)
+    return _peers_of(registry.load(peer), registry).get(name)
 
 
 def _nothing_known(name: str, peer: str) -> FailedError:
     return FailedError(f"{name!r} has heard nothing of {peer!r} yet: there is nothing to reset")
 
 
-def _reset_live(settings: InstanceSettings, peer: str) -> bool:
-    """Reset the peer in a running coordinator; return False if none runs."""
-    if control.running(settings.folder) is None:
-        return False
-    answer = control.query(settings.folder, "reset-peer", argument={"peer": peer})
-    if not answer.get("found"):
-        raise _nothing_known(settings.name, peer)
-    return True
-
-
-def _reset_stopped(settings: InstanceSettings, peer: str) -> None:
-    store = own_logs.open_log(settings)
-    try:
+def _reset(settings: InstanceSettings, peer: str) -> None:
+    if control.running(settings.folder) is not None:
+        if not control.query(settings.folder, "reset-peer", argument={"peer": peer}).get("found"):
+            raise _nothing_known(settings.name, peer)
+        return
+    with closing(own_logs.open_log(settings)) as store:
         transaction = reset_transaction(store.summary(), peer)
         if transaction is None:
             raise _nothing_known(settings.name, peer)
         store.commit(transaction)
-    finally:
-        store.close()
 
 
-def _reclaim_live(settings: InstanceSettings) -> bool:
-    """Reclaim in a running coordinator; return False if none runs."""
-    if control.running(settings.folder) is None:
-        return False
-    control.query(settings.folder, "reclaim")
-    return True
-
-
-def _reclaim_stopped(settings: InstanceSettings) -> None:
-    store = open_log(settings.log, settings.name)
-    try:
-        store.commit(reclaim_transaction(store.summary()))
-    finally:
-        store.close()
-
-
-def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]:
+def _peers_of(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]:
+    """Return the peers as the running coordinator knows them; if none runs, as the log does."""
     from immortal.coordinator.peers.discovery import Discovery, Routes
 
+    if (live := live_peers(settings)) is not None:
+        return live
     if not log_exists(settings.log):
         return {}
     with own_logs.open_reader(settings) as reader:
@@ -221,7 +195,6 @@ def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, 
 
 
 def _of_log(summary: LogSummary, name: str) -> Peer:
-    """Return the fields of a live coordinator's answer, as far as the log has them."""
     source, start = summary.sources.get(name), summary.stream_starts.get(name)
     return {
         "committer_id": summary.peers.get(name) or (source.committer_id if source else 0) or None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from immortal.cli.options import Function, debugpy_option, timeout_option
+from immortal.cli.options import debugpy_option, timeout_option
 from immortal.coordinator.config.schema import KEEP_ALL_VARIABLE
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.operator import control
@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from immortal.coordinator.project.project import Project, ServiceSpec
 
 
-def project_option(function: Function) -> Function:
-    return click.option(
-        "--project",
-        "path",
-        type=click.Path(path_type=Path),
-        help="An immortal.toml, its folder, or a file of Python.  [default: that of this folder or of one above]",
-    )(function)
+project_option = click.option(
+    "--project",
+    "path",
+    type=click.Path(path_type=Path),
+    help="An immortal.toml, its folder, or a file of Python.  [default: that of this folder or of one above]",
+)
 
 
 def project_of(ctx: click.Context, path: Path | None) -> tuple[Project, Registry]:

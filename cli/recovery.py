@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import click
 from msgspec import Struct
@@ -39,7 +40,7 @@ from immortal.coordinator.operator import control
 from immortal.presenters.records import rpc_of
 from immortal.presenters.status import operator_name
 from immortal.protocol.client_frames import CLIENTS
-from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
+from immortal.protocol.command_line import FailedError, counted, echo, echo_json, echo_lines, json_option
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import MessageType, RpcKind
 from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, TEXT_CHARACTERS_MAX, Verdict, VerdictKind
@@ -250,8 +251,7 @@ def _lost_text(lost: LostMessages) -> str:
         what = f"from {lost.source}"
     if lost.first_position is None:
         return f"{what}: perhaps some up to position {lost.last_position}; the damaged records can't tell"
-    count = lost.last_position - lost.first_position + 1
-    messages = "1 message" if count == 1 else f"{count} messages"
+    messages = counted(lost.last_position - lost.first_position + 1, "message")
     return f"{what}: {messages}, positions {lost.first_position} to {lost.last_position}"
 
 
@@ -309,18 +309,14 @@ def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reas
         raise FailedError(
             f"message {index} of record {sequence_id} is not what {settings.name!r} can't be saved for: {known}"
         )
-    store = own_logs.open_log(settings)
-    try:
+    with closing(own_logs.open_log(settings)) as store:
         verdict = _skip_verdict(store, settings.name, sequence_id, index, reason)
         if handled:
             last = store.summary().last_sequence_id
             verdict = replace(verdict, kind=VerdictKind.TAKEN_BACK, behind=last)
-        entry = AuditEntry(
-            time.time_ns(), operator_name(), f"skipped message {index} of record {sequence_id}: {reason}"
-        )
+        what = f"skipped message {index} of record {sequence_id}: {reason}"
+        entry = AuditEntry(time.time_ns(), operator_name(), what)
         store.commit(Transaction(verdicts=[verdict], audit=[entry]))
-    finally:
-        store.close()
 
 
 def _skip_verdict(store: LogStore, name: str, sequence_id: int, index: int, reason: str) -> Verdict:

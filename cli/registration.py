@@ -85,7 +85,6 @@ def _make_log(settings: InstanceSettings) -> str:
 
 
 def _relative(path: Path) -> str:
-    """Return a path relative to the working directory if that is inside it."""
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path)
 

@@ -99,7 +99,6 @@ def _pids(row: dict[str, Any]) -> str:
 
 
 def _clients(row: dict[str, Any]) -> str:
-    """Format the clients of an instance that was called from outside."""
     clients = row.get("clients") or {}
     if not clients.get("known"):
         return ""

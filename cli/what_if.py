@@ -192,8 +192,6 @@ _HASH_SEED = "PYTHONHASHSEED"
 
 
 class _Change(click.ParamType):  # type: ignore[type-arg]
-    """Parameter type NAME=MODULE:CLASS, as (name, app)."""
-
     name = "name=module:class"
 
     def convert(
@@ -403,7 +401,6 @@ def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool
 
 
 def _without(arguments: list[str], options: tuple[str, ...], flags: tuple[str, ...]) -> list[str]:
-    """Return ``arguments`` without these options, their values, and these flags."""
     kept, left = [], iter(arguments)
     for one in left:
         if one in options:

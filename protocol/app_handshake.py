@@ -16,7 +16,7 @@ import hmac
 from msgspec import Struct
 
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.messages import MessageType, decode_name, encode_message, encode_name
+from immortal.protocol.messages import MessageType, decode_name, encode_message, encode_name, require_end
 
 CHALLENGE_VERSION = 1
 NONCE_SIZE_BYTES = 32
@@ -96,8 +96,7 @@ def decode_answer(data: bytes) -> Answer:
     if len(data) <= at:
         raise RemoteProtocolError(f"a coordinator's Proof of {len(data)} bytes, more than {at} were expected")
     instance, end = decode_name(data, at)
-    if end != len(data):
-        raise RemoteProtocolError(f"a coordinator's Proof has {len(data) - end} bytes too many")
+    require_end("a coordinator's Proof", data, end)
     return Answer(data[:NONCE_SIZE_BYTES], data[NONCE_SIZE_BYTES:at], instance)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -15,8 +15,6 @@ from immortal.protocol.safe_output import did_you_mean, printable, printable_jso
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _WIDTH_UNLIMITED = 1_000_000  # characters: output for a program is neither cut off nor folded
 
@@ -49,8 +47,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def json_option(function: Function) -> Function:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def echo(text: str, *, err: bool = False, file: IO[str] | None = None) -> None:

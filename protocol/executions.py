@@ -51,7 +51,6 @@ create table if not exists parts (
 ) without rowid;
 create index if not exists by_number on parts (number) where number > 0;
 """
-_ADDED = ("ended_record", "ended_message")
 _COLUMNS = (
     "key, handler, method_id, state, began_ns, ended_ns, caller, call_number, record, message, arguments, result,"
     " origin, ended_record, ended_message"
@@ -143,7 +142,6 @@ def id_of(key: int) -> str:
 
 
 def _place(key: int) -> tuple[int, int]:
-    """Return record and message of a ``def`` handler's call from its key."""
     place = -key - 1
     return place >> INDEX_BITS, place & ((1 << INDEX_BITS) - 1)
 
@@ -302,8 +300,6 @@ class ExecutionIndex:
             return self._database.execute(sql, values)
         except Error as error:
             hint = ": it takes too long; narrow it down, such as by a label" if str(error) == "interrupted" else ""
-            if "no such column" in str(error):
-                hint = ": an earlier version wrote it; the next start of the app goes on with it"
             raise ExecutionsError(f"the list of executions can't be read: {error}{hint}") from None
 
 
@@ -370,10 +366,6 @@ def open_to_write(path: Path) -> sqlite3.Connection:
         finally:
             made.unlink(missing_ok=True)
     database = sqlite3.connect(path, timeout=TIMEOUT_S, check_same_thread=False)
-    there = {name for _, name, *_ in database.execute("pragma table_info(executions)")}
-    for name in _ADDED if there else ():  # columns that a list of an earlier version lacks
-        if name not in there:
-            database.execute(f"alter table executions add column {name} integer")
     database.executescript(_SCHEMA)
     return database
 

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct, field
 
-from immortal.protocol import decoding
 from immortal.protocol.errors import LocalProtocolError, RemoteProtocolError
 from immortal.protocol.limits import EXTENSIONS_MAX
-from immortal.protocol.messages import MessageType, decode_name, encode_message, encode_name
+from immortal.protocol.messages import MessageType, decode_name, encode_message, encode_name, message_of, require_end
 from immortal.protocol.varint import Readable, decode_zigzag_int, decode_zigzag_long, encode_zigzag
 
 HELLO_VERSION = 1
@@ -195,8 +194,7 @@ def encode_impulses_accepted(count: int) -> bytes:
 def decode_impulses_accepted(data: Readable) -> int:
     """Decode the number of this connection's impulses that are accepted so far."""
     count, end = decode_zigzag_long(data, 0)
-    if end != len(data):
-        raise RemoteProtocolError(f"ImpulsesAccepted has {len(data) - end} bytes too many")
+    require_end("ImpulsesAccepted", data, end)
     if count < 0:
         raise RemoteProtocolError(f"an ImpulsesAccepted gives its count as {count}")
     return count
@@ -250,7 +248,7 @@ def decode_app_description(data: bytes) -> AppDescription:
         destination, offset = decode_name(data, offset)
         method_id, offset = decode_zigzag_int(data, offset)
         methods[destination, method_id], offset = decode_name(data, offset)
-    _require_end("AppDescription", data, offset)
+    require_end("AppDescription", data, offset)
     return AppDescription(version, methods)
 
 
@@ -261,7 +259,7 @@ def encode_version(version: int) -> bytes:
 
 def decode_version(data: Readable) -> int:
     version, end = decode_zigzag_int(data, 0)
-    _require_end("Version", data, end)
+    require_end("Version", data, end)
     if version < 1:
         raise RemoteProtocolError(f"a Version of {version}, at least 1 was expected")
     return version
@@ -291,7 +289,7 @@ def decode_sources(data: bytes) -> list[str]:
             raise RemoteProtocolError(f"a Sources gives the senders of more than {SOURCES_MAX} batches")
         name, offset = decode_name(data, offset)
         sources += [name] * count
-    _require_end("Sources", data, offset)
+    require_end("Sources", data, offset)
     return sources
 
 
@@ -322,7 +320,7 @@ def decode_origins(data: Readable) -> list[Origin]:
         message_index, offset = decode_zigzag_int(data, offset)
         made, offset = decode_zigzag_int(data, offset)
         origins.append(Origin(sequence_id, message_index, made))
-    _require_end("Origins", data, offset)
+    require_end("Origins", data, offset)
     return origins
 
 
@@ -345,11 +343,6 @@ def decode_handler_failed(data: bytes) -> HandlerFailure:
     sequence_id, offset = decode_zigzag_long(data, 0)
     message_index, offset = decode_zigzag_int(data, offset)
     return HandlerFailure(sequence_id, message_index, data[offset:].decode("utf-8", "replace"))
-
-
-def _require_end(what: str, data: Readable, end: int) -> None:
-    if end != len(data):
-        raise RemoteProtocolError(f"{what} has {len(data) - end} bytes too many")
 
 
 # Random numbers that a run draws for its handlers' waits. One run reports them, so that another run can draw the same.
@@ -379,20 +372,14 @@ class Numbers(msgspec.Struct, array_like=True, frozen=True):
     draws: list[RandomDraw] = []
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_NUMBERS = decoding.Decoder(Numbers)
+_encode_numbers, decode_numbers = message_of(MessageType.NUMBERS, Numbers, "a Numbers message")
 
 
 def encode_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
     """Encode a Numbers message."""
-    return encode_message(MessageType.NUMBERS, pack_numbers(sequence_id, draws))
+    return _encode_numbers(Numbers(sequence_id, list(draws)))
 
 
 def pack_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
     """Encode the data of a Numbers message."""
-    return _encode(Numbers(sequence_id, list(draws)))
-
-
-def decode_numbers(data: bytes) -> Numbers:
-    """Decode a Numbers message. Raises RemoteProtocolError."""
-    return _NUMBERS.decode_message(data, "a Numbers message")
+    return msgspec.msgpack.encode(Numbers(sequence_id, list(draws)))

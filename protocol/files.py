@@ -64,6 +64,25 @@ def open_beside(path: Path) -> tuple[int, Path]:
     return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE), temporary
 
 
+def replace_file(path: Path, content: bytes, *, mode: int = FILE_MODE, is_synced: bool = False) -> None:
+    """Write a file anew, wholly or not at all. ``is_synced``: its content survives a crash of the machine.
+
+    Raises OSError.
+    """
+    descriptor, temporary = open_beside(path)
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            file.write(content)
+            if is_synced:
+                file.flush()
+                os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_whole(path: Path, text: str, *, is_new: bool = False) -> None:
     """Write all of a text file or nothing. ``is_new``: replace no file. Raises OSError with ``path``."""
     try:
@@ -74,13 +93,7 @@ def write_whole(path: Path, text: str, *, is_new: bool = False) -> None:
             return
         if is_new and path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        descriptor, temporary = open_beside(path)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(path, text.encode())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
 

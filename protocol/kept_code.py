@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from immortal.protocol import decoding
-from immortal.protocol.files import make_folder, open_beside
+from immortal.protocol.files import make_folder, replace_file
 
 FOLDER_NAME = "code"
 FOLDER_VARIABLE = "IMMORTAL_KEPT_CODE"
@@ -88,7 +87,7 @@ def keep(folder: Path, app: str, sources: Mapping[str, tuple[str, bytes]], first
         start = known.pop()
     make_folder(folder)
     if not start.archive(folder).is_file():
-        _write(start.archive(folder), packed.getvalue())
+        replace_file(start.archive(folder), packed.getvalue(), is_synced=True)
     _write_index(folder, [*known, start])
     return True
 
@@ -107,21 +106,8 @@ def _parents(name: str) -> list[str]:
 
 def _write_index(folder: Path, known: Sequence[CodeStart]) -> None:
     known = known[-STARTS_MAX:]
-    _write(folder / _INDEX, msgspec.json.encode(known))
+    replace_file(folder / _INDEX, msgspec.json.encode(known), is_synced=True)
     kept = {start.archive(folder).name for start in known}
     for file in folder.glob("*.zip"):
         if file.name not in kept:
             file.unlink(missing_ok=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    descriptor, temporary = open_beside(path)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
+from typing import TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
+from immortal.protocol.decoding import Decoder
 from immortal.protocol.errors import LimitExceededError, LocalProtocolError, RemoteProtocolError
 from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RPC_SIZE_BYTES_MAX
 from immortal.protocol.varint import INT_MAX, INT_MIN, Readable, decode_zigzag_int, decode_zigzag_long, encode_zigzag
+
+T = TypeVar("T")
 
 
 class MessageType(IntEnum):
@@ -106,6 +110,16 @@ def encode_message(message_type: int, data: bytes = b"") -> bytes:
     if size_bytes > most:
         raise LocalProtocolError(f"a message of {size_bytes} bytes, at most {most} are allowed: send it in parts")
     return encode_zigzag(size_bytes) + bytes((message_type,)) + data
+
+
+def message_of(kind: MessageType, form: type[T], name: str) -> tuple[Callable[[T], bytes], Callable[[bytes], T]]:
+    """Return the encoder and the decoder of a message whose data is a ``form`` as MessagePack.
+
+    The encoder raises LocalProtocolError if the message is too large. The decoder takes the data alone, and raises
+    RemoteProtocolError, whose text calls the message ``name``.
+    """
+    decode = Decoder(form).decode_message
+    return lambda value: encode_message(kind, msgpack.encode(value)), lambda data: decode(data, name)
 
 
 def decode_size(data: Readable, offset: int) -> tuple[int, int]:
@@ -268,26 +282,13 @@ def decode_checkpoint(data: Readable) -> int:
         size_bytes = int.from_bytes(data, "little", signed=True)
     else:
         size_bytes, end = decode_zigzag_long(data, 0)
-        _require_end("Checkpoint", data, end)
+        require_end("Checkpoint", data, end)
     if size_bytes < 0:
         raise RemoteProtocolError(f"a Checkpoint gives its size as {size_bytes} bytes")
     return size_bytes
 
 
-def encode_trim_to(position: int) -> bytes:
-    if position < 0:
-        raise LocalProtocolError(f"a TrimTo to position {position}")
-    return encode_message(MessageType.TRIM_TO, encode_zigzag(position))
-
-
-def decode_trim_to(data: Readable) -> int:
-    position, end = decode_zigzag_long(data, 0)
-    _require_end("TrimTo", data, end)
-    if position < 0:
-        raise RemoteProtocolError(f"a TrimTo gives its position as {position}")
-    return position
-
-
-def _require_end(what: str, data: Readable, end: int) -> None:
+def require_end(what: str, data: Readable, end: int) -> None:
+    """Raise RemoteProtocolError if the data of the message ``what`` goes on after ``end``."""
     if end != len(data):
         raise RemoteProtocolError(f"{what} has {len(data) - end} bytes too many")

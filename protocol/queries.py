@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from immortal.protocol import decoding
 from immortal.protocol.client_frames import PAYLOAD_SIZE_BYTES_MAX
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.messages import MessageType, message_of
 
 ANSWER_SIZE_BYTES_MAX = PAYLOAD_SIZE_BYTES_MAX
 """Size limit of an answer's value. The coordinator holds answers in memory, and no window bounds their number."""
@@ -40,28 +39,13 @@ class QueryAnswer(msgspec.Struct, array_like=True, frozen=True):
     changed: bool = False
 
 
-_QUERY = decoding.Decoder(QueryQuestion)
-_RESULT = decoding.Decoder(QueryAnswer)
-
-
-def encode_query(question: QueryQuestion) -> bytes:
-    """Encode a QueryAsked message."""
-    return encode_message(MessageType.QUERY_ASKED, msgspec.msgpack.encode(question))
-
-
-def decode_query(data: bytes) -> QueryQuestion:
-    """Decode a QueryAsked. Raises RemoteProtocolError."""
-    return _QUERY.decode_message(data, "a QueryAsked")
-
-
-def encode_query_answer(answer: QueryAnswer) -> bytes:
-    """Encode a QueryAnswered message. Raises LocalProtocolError if it is too large."""
-    return encode_message(MessageType.QUERY_ANSWERED, msgspec.msgpack.encode(answer))
+encode_query, decode_query = message_of(MessageType.QUERY_ASKED, QueryQuestion, "a QueryAsked")
+encode_query_answer, _decode_query_answer = message_of(MessageType.QUERY_ANSWERED, QueryAnswer, "a QueryAnswered")
 
 
 def decode_query_answer(data: bytes) -> QueryAnswer:
     """Decode a QueryAnswered. Raises RemoteProtocolError."""
-    answer = _RESULT.decode_message(data, "a QueryAnswered")
+    answer = _decode_query_answer(data)
     if len(answer.value) > ANSWER_SIZE_BYTES_MAX:
         raise RemoteProtocolError(
             f"a QueryAnswered holds {len(answer.value)} bytes, at most {ANSWER_SIZE_BYTES_MAX} are allowed"

@@ -31,7 +31,7 @@ from urllib.parse import quote, urlsplit
 
 from immortal.protocol import distribution
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import PUBLIC_FILE_MODE, acquire_lock, make_folder, open_beside, open_lock
+from immortal.protocol.files import PUBLIC_FILE_MODE, acquire_lock, make_folder, open_lock, replace_file
 from immortal.protocol.process import at_fork, disown_in_child
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Copy:
 
     def begin(self) -> None:
         """Mark the folder as a copy. Raises OSError."""
-        _replace(self.folder / ORIGIN_FILE_NAME, f"{self.url}\n{self.machine}\n")
+        replace_file(self.folder / ORIGIN_FILE_NAME, f"{self.url}\n{self.machine}\n".encode(), mode=PUBLIC_FILE_MODE)
 
     # --- from the database -------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Copy:
             for path, text in wanted.items():
                 if path not in there or path.read_text("utf-8") != text:
                     make_folder(path.parent)
-                    _replace(path, text)
+                    replace_file(path, text.encode(), mode=PUBLIC_FILE_MODE)
                     has_changed = True
             for path in there - wanted.keys() - kept:
                 path.unlink(missing_ok=True)
@@ -373,18 +373,16 @@ class Copy:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Connection[tuple[Any, ...]]]:
-        with self._failing(), _connect(self.url) as connection:
-            yield connection
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Turn failures of the database into SharedHomeError."""
-        import_driver()
-        import psycopg
-        from psycopg import errors
-
+        """Connect to the database, and turn its failures into SharedHomeError."""
         try:
-            yield
+            import psycopg
+            from psycopg import errors
+        except ImportError:
+            extra = distribution.add_extra("postgres")
+            raise SharedHomeError(f"a registry in PostgreSQL needs psycopg: {extra}") from None
+        try:
+            with _connect(self.url) as connection:
+                yield connection
         except (errors.UndefinedTable, errors.InvalidSchemaName, errors.UndefinedColumn):
             raise SharedHomeError(
                 f"the database {self.url} has no registry yet: 'immortal register NAME' begins one in an empty"
@@ -481,6 +479,24 @@ def secured(given: dict[str, Any]) -> dict[str, Any]:
     return {"sslmode": "verify-full", **given}
 
 
+def for_writing(given: dict[str, Any], application: str) -> dict[str, Any]:
+    """Return psycopg's arguments for the server that accepts writes, whichever of several hosts that is now.
+
+    A connection counts as broken after 10 s of silence on the wire. A live server that waits for its standbys is not
+    silent, since TCP answers. ``given``: a connection's parameters in libpq's words.
+    """
+    return {"connect_timeout": 5, **secured(given)} | {
+        "application_name": application,
+        "target_session_attrs": "read-write",
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 10_000,
+        "client_encoding": "UTF8",
+        "autocommit": True,
+    }
+
+
 def error_line(error: Exception) -> str:
     """Shorten an error of libpq, which has many lines: one for each host that it tried, and hints."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -503,14 +519,6 @@ def _lease(path: Path) -> list[str]:
     return []
 
 
-def import_driver() -> None:
-    """Import psycopg. Raises SharedHomeError if the extra is missing."""
-    try:
-        import psycopg  # noqa: F401
-    except ImportError:
-        raise SharedHomeError(f"a registry in PostgreSQL needs psycopg: {distribution.add_extra('postgres')}") from None
-
-
 def _connect(url: str) -> Connection[tuple[Any, ...]]:
     """Connect to the server that accepts writes. Raises psycopg's errors, SharedHomeError."""
     import psycopg
@@ -525,34 +533,11 @@ def _connect(url: str) -> Connection[tuple[Any, ...]]:
             "the URL of a registry is one of a database, without a password and without '#NAME': passwords are written"
             " into ~/.pgpass (or the file that PGPASSFILE names)"
         )
-    given = {"connect_timeout": 5, **secured(given)} | {
-        "application_name": "immortal registry",
-        "target_session_attrs": "read-write",
-        "keepalives_idle": 5,
-        "keepalives_interval": 2,
-        "keepalives_count": 3,
-        "tcp_user_timeout": 10_000,
-        "client_encoding": "UTF8",
-    }
-    connection: Connection[tuple[Any, ...]] = psycopg.connect(**given, autocommit=True)
+    connection: Connection[tuple[Any, ...]] = psycopg.connect(**for_writing(given, "immortal registry"))
     try:
-        connection.execute(
-            "SET synchronous_commit = on"
-        )  # a confirmed registration must survive, whatever the server's settings
+        # A confirmed registration must survive, whatever the server's settings.
+        connection.execute("SET synchronous_commit = on")
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace a file atomically; the new content need not survive a crash of the machine. Raises OSError."""
-    descriptor, temporary = open_beside(path)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), PUBLIC_FILE_MODE)
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

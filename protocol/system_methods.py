@@ -6,12 +6,12 @@ itself, with ORDER_METHOD_ID, so that each replay executes it at the same place.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from immortal.protocol import decoding
-from immortal.protocol.messages import MessageType, RpcType, decode_incoming_rpc, encode_incoming_rpc, encode_message
+from immortal.protocol.messages import MessageType, RpcType, decode_incoming_rpc, encode_incoming_rpc, message_of
 
 CLOCK_METHOD_ID = -2  # the impulse with the time
 EFFECT_METHOD_ID = -3  # the impulse with the result or the error of an effect
@@ -25,7 +25,6 @@ OTHER_MESSAGES = "other"  # method name for answers, results of effects and the 
 HANDLERS_COUNT_MAX = 1000  # handlers in one answer, the oldest: some MiB, as arguments are shortened
 REASON_CHARACTERS_MAX = 4096
 
-Verb = Literal["cancel", "terminate", "signal", "expel", "restart"]
 NIL = msgspec.Raw(b"\xc0")
 
 
@@ -72,28 +71,10 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
         return f"{self.verb} {self.text}" if not self.task else f"{self.verb} of the handler {self.task}: {self.text}"
 
 
-_QUESTION = decoding.Decoder(HandlersQuestion)
-_ANSWER = decoding.Decoder(HandlersAnswer)
-
-
-def encode_handlers_question(question: HandlersQuestion) -> bytes:
-    """Encode a question as a HandlersAsked message."""
-    return encode_message(MessageType.HANDLERS_ASKED, msgspec.msgpack.encode(question))
-
-
-def decode_handlers_question(data: bytes) -> HandlersQuestion:
-    """Decode a question from a HandlersAsked message. Raises RemoteProtocolError."""
-    return _QUESTION.decode_message(data, "a HandlersAsked")
-
-
-def encode_handlers_answer(answer: HandlersAnswer) -> bytes:
-    """Encode an answer as a Handlers message."""
-    return encode_message(MessageType.HANDLERS, msgspec.msgpack.encode(answer))
-
-
-def decode_handlers_answer(data: bytes) -> HandlersAnswer:
-    """Decode an answer from a Handlers message. Raises RemoteProtocolError."""
-    return _ANSWER.decode_message(data, "a Handlers")
+encode_handlers_question, decode_handlers_question = message_of(
+    MessageType.HANDLERS_ASKED, HandlersQuestion, "a HandlersAsked"
+)
+encode_handlers_answer, decode_handlers_answer = message_of(MessageType.HANDLERS, HandlersAnswer, "a Handlers")
 
 
 def encode_order(order: Order) -> bytes:

@@ -111,7 +111,6 @@ class SegmentWriter:
         self._append([header])
 
     def _forget_old(self, there: list[Path]) -> None:
-        """Remove old segments in ``there`` until a new one has room."""
         sizes_bytes = {path: path.lstat().st_size for path in there}
         while there and (
             len(there) >= FILES_MAX

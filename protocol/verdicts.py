@@ -15,7 +15,7 @@ import msgspec
 
 from immortal.protocol import decoding
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.messages import MessageType, encode_message, message_of
 
 TEXT_CHARACTERS_MAX = 4096  # limit of an exception's message, which goes to callers and into their logs
 TRACE_CHARACTERS_MAX = 16_384  # of a traceback for the operator; its end is kept, which says most
@@ -166,9 +166,10 @@ class Careful(msgspec.Struct, array_like=True, frozen=True):
 _encode = msgspec.msgpack.Encoder().encode
 _VERDICT = decoding.Decoder(Verdict)
 _VERDICTS = decoding.Decoder(list[Verdict])
-_HANDLING = decoding.Decoder(Handling)
-_UNSAVED = decoding.Decoder(Unsaved)
-_CAREFUL = decoding.Decoder(Careful)
+
+encode_unsaved, decode_unsaved = message_of(MessageType.CHECKPOINT_FAILED, Unsaved, "a CheckpointFailed message")
+encode_careful, decode_careful = message_of(MessageType.CAREFUL, Careful, "a Careful message")
+encode_handling, _decode_handling = message_of(MessageType.HANDLING, Handling, "a Handling message")
 
 
 def encode_verdict(verdict: Verdict, message_type: MessageType = MessageType.VERDICT) -> bytes:
@@ -206,40 +207,15 @@ def decode_verdicts(data: bytes) -> Sequence[Verdict]:
     return [_checked(verdict) for verdict in _VERDICTS.decode_message(data, "a Verdicts message")]
 
 
-def encode_unsaved(unsaved: Unsaved) -> bytes:
-    """Encode a CheckpointFailed message."""
-    return encode_message(MessageType.CHECKPOINT_FAILED, _encode(unsaved))
-
-
-def decode_unsaved(data: bytes) -> Unsaved:
-    """Decode a CheckpointFailed. Raises RemoteProtocolError."""
-    return _UNSAVED.decode_message(data, "a CheckpointFailed message")
-
-
-def encode_handling(handling: Handling) -> bytes:
-    """Encode a Handling message."""
-    return encode_message(MessageType.HANDLING, _encode(handling))
-
-
 def decode_handling(data: bytes) -> Handling:
     """Decode a Handling. Raises RemoteProtocolError."""
-    handling: Handling = _HANDLING.decode_message(data, "a Handling message")
+    handling = _decode_handling(data)
     if handling.message_index < RECORD or handling.task < 0:
         raise RemoteProtocolError(
             f"a Handling of message {handling.message_index}, handler {handling.task}: at least {RECORD} and 0 were "
             f"expected"
         )
     return handling
-
-
-def encode_careful(careful: Careful) -> bytes:
-    """Encode a Careful message."""
-    return encode_message(MessageType.CAREFUL, _encode(careful))
-
-
-def decode_careful(data: bytes) -> Careful:
-    """Decode a Careful. Raises RemoteProtocolError."""
-    return _CAREFUL.decode_message(data, "a Careful message")
 
 
 def _checked(verdict: Verdict) -> Verdict:

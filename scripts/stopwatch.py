@@ -28,7 +28,6 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 60.0
@@ -118,20 +117,11 @@ class Terminal:
             self._shell.kill()
             self._shell.wait()
 
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class Stopwatch:
     """Stopwatch that prints the seconds of each step, and adds them up."""
 
-    def __init__(self) -> None:
-        self.total_s = 0.0
+    total_s = 0.0
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -178,7 +168,7 @@ def measure(folder: Path, wheel: Path | None, environment: Path | None) -> float
         raise StopwatchError(f"'immortal dev' and one 'kill -9' were expected in README.md: {at_first}, {at_second}")
     if wheel is None and environment is None:
         copy_checkout(folder)
-    with Terminal(folder) as first, Terminal(folder) as second:
+    with contextlib.closing(Terminal(folder)) as first, contextlib.closing(Terminal(folder)) as second:
         if wheel is not None:
             for command in ("python3 -m venv .venv", f".venv/bin/pip install {shlex.quote(str(wheel))}"):
                 with watch.step(command):

@@ -27,26 +27,66 @@ ANSWER_S = 30.0
 Values = Mapping[str, str]
 
 
+def text(name: str, given: str) -> str:
+    return given
+
+
+def number(name: str, given: str) -> int:
+    if not (given.isascii() and given.isdecimal() and len(given) < 19):
+        raise WebError(f"{name}: a number was expected, not {given[:40]!r}")
+    return int(given)
+
+
+def reason(name: str, given: str) -> str:
+    if len(given.strip()) > REASON_CHARACTERS_MAX:
+        raise WebError(f"the reason has {len(given.strip())} characters: at most {REASON_CHARACTERS_MAX} were expected")
+    return given.strip()
+
+
+def json(name: str, given: str) -> Any:
+    given = given.strip() or "null"
+    try:
+        return decoding.parse_json_argument(given)
+    except ValueError as error:
+        raise WebError(f"{given[:60]!r} is not JSON: {error}; a text needs its own quotes") from None
+
+
 class Field(Struct, frozen=True):
-    """Field of an action's form. ``is_given``: the link has its value, so that nobody types it."""
+    """Field of an action's form. ``is_given``: the link has its value, so that nobody types it.
+    ``parse``: takes the name and what was typed; raises WebError. ``key``: its name in the request, if another one."""
 
     name: str
     label: str
+    parse: Callable[[str, str], Any] = text
     is_given: bool = False
     placeholder: str = ""
+    key: str = ""
+
+
+def ordered(answer: dict[str, Any]) -> str:
+    said = f"{answer['text']} (record {answer['record']}:{answer['message']})"
+    if not answer["done"]:
+        raise WebError(said, 409)
+    return said
 
 
 class Action(Struct, frozen=True):
-    """Action on an instance, with its form. ``request`` makes the verb's argument from the fields.
-    ``done`` returns a text for the answer; raises WebError if nothing was done."""
+    """Action on an instance, with its form. ``done`` returns a text for the answer; raises WebError if nothing was
+    done. ``arguments`` makes the verb's argument from the fields, if that is not simply what they hold."""
 
     verb: str
     title: str
     button: str
     what: str
-    request: Callable[[Values], dict[str, Any]]
-    done: Callable[[dict[str, Any]], str]
     fields: tuple[Field, ...] = ()
+    done: Callable[[dict[str, Any]], str] = ordered
+    arguments: Callable[[Values], dict[str, Any]] | None = None
+
+    def request(self, given: Values) -> dict[str, Any]:
+        """Return the verb's argument. Raises WebError."""
+        if self.arguments is not None:
+            return self.arguments(given)
+        return {one.key or one.name: one.parse(one.name, given.get(one.name, "")) for one in self.fields}
 
 
 def do(settings: InstanceSettings, action: Action, fields: Values) -> tuple[list[str], list[str]]:
@@ -68,35 +108,6 @@ def ask(settings: InstanceSettings, verb: str, request: dict[str, Any]) -> dict[
     return answer
 
 
-def number_in(fields: Values, name: str) -> int:
-    text = fields.get(name, "")
-    if not (text.isascii() and text.isdecimal() and len(text) < 19):
-        raise WebError(f"{name}: a number was expected, not {text[:40]!r}")
-    return int(text)
-
-
-def reason_of(fields: Values) -> str:
-    reason = fields.get("reason", "").strip()
-    if len(reason) > REASON_CHARACTERS_MAX:
-        raise WebError(f"the reason has {len(reason)} characters: at most {REASON_CHARACTERS_MAX} were expected")
-    return reason
-
-
-def json_of(fields: Values, name: str = "value") -> Any:
-    text = fields.get(name, "").strip() or "null"
-    try:
-        return decoding.parse_json_argument(text)
-    except ValueError as error:
-        raise WebError(f"{text[:60]!r} is not JSON: {error}; a text needs its own quotes") from None
-
-
-def ordered(answer: dict[str, Any]) -> str:
-    text = f"{answer['text']} (record {answer['record']}:{answer['message']})"
-    if not answer["done"]:
-        raise WebError(text, 409)
-    return text
-
-
 def _tried(answer: dict[str, Any]) -> str:
     if problem := retry_problem("this instance", answer):
         raise WebError(problem, 409)
@@ -104,29 +115,7 @@ def _tried(answer: dict[str, Any]) -> str:
 
 
 def _letter(fields: Values) -> dict[str, Any]:
-    return {"keys": [[number_in(fields, "record"), number_in(fields, "message"), 0, 0]]}
-
-
-def _one_retried(answer: dict[str, Any]) -> str:
-    if not answer.get("retried"):
-        raise WebError(_retried(answer), 409)
-    return _retried(answer)
-
-
-def _one_dropped(answer: dict[str, Any]) -> str:
-    if not answer.get("dropped"):
-        raise WebError("there is no such dead letter any more", 409)
-    return "the dead letter is dropped"
-
-
-def _all(fields: Values) -> dict[str, Any]:
-    return {"all": True}
-
-
-def _reset(answer: dict[str, Any]) -> str:
-    if not answer.get("found"):
-        raise WebError("nothing is known of that peer yet: there is nothing to reset", 409)
-    return "the streams with it begin anew"
+    return {"keys": [[*(one.parse(one.name, fields.get(one.name, "")) for one in _OF_MESSAGE), 0, 0]]}
 
 
 def _retried(answer: dict[str, Any]) -> str:
@@ -134,13 +123,22 @@ def _retried(answer: dict[str, Any]) -> str:
     return f"{counted(answer.get('retried', 0), 'dead letter')} retried{refused}"
 
 
-def _skipped(answer: dict[str, Any]) -> str:
-    if not answer.get("skipped"):
-        raise WebError(f"it was not skipped: {answer}", 409)
-    return "the message is skipped"
+def _only_if(key: str, done: str | Callable[[dict[str, Any]], str], otherwise: Callable[[dict[str, Any]], str]) -> Any:
+    """Return an action's ``done``: nothing was done unless the answer has a value for ``key``."""
+
+    def text_of_answer(answer: dict[str, Any]) -> str:
+        if not answer.get(key):
+            raise WebError(otherwise(answer), 409)
+        return done if isinstance(done, str) else done(answer)
+
+    return text_of_answer
 
 
-_OF_MESSAGE = (Field("record", "Record", is_given=True), Field("message", "Message", is_given=True))
+_TASK = Field("task", "Handler", number, is_given=True)
+_OF_MESSAGE = (
+    Field("record", "Record", number, is_given=True, key="sequence_id"),
+    Field("message", "Message", number, is_given=True, key="message_index"),
+)
 
 ACTIONS = {
     "checkpoint": Action(
@@ -148,8 +146,7 @@ ACTIONS = {
         "Take a checkpoint",
         "Take it",
         "The app saves its state now. A recovery, and time travel, begin there.",
-        lambda fields: {},
-        lambda answer: "a checkpoint is on its way: it is taken as soon as the app answers",
+        done=lambda answer: "a checkpoint is on its way: it is taken as soon as the app answers",
     ),
     "pause": Action(
         "pause",
@@ -157,25 +154,21 @@ ACTIONS = {
         "Pause it",
         "The app gets no more input until it is resumed. What comes in is logged, and waits; who waits for an answer "
         "waits too. A restart ends the pause.",
-        lambda fields: {},
-        format_paused,
+        done=format_paused,
     ),
     "resume": Action(
         "resume",
         "Resume this instance",
         "Resume it",
         "The app goes on with what its log has for it.",
-        lambda fields: {},
-        format_resumed,
+        done=format_resumed,
     ),
     "cancel": Action(
         "cancel",
         "Cancel a waiting handler",
         "Cancel it",
         "'Cancelled' is raised where it waits; it cleans up, and ends. Who waits for its answer gets CallCancelled.",
-        lambda fields: {"task": number_in(fields, "task"), "reason": reason_of(fields)},
-        ordered,
-        (Field("task", "Handler", is_given=True), Field("reason", "Why: the handler and its caller are told")),
+        (_TASK, Field("reason", "Why: the handler and its caller are told", reason)),
     ),
     "terminate": Action(
         "terminate",
@@ -183,21 +176,17 @@ ACTIONS = {
         "Terminate it",
         "It ends where it waits, whatever it would do about that: none of its code runs any more, not even a "
         "'finally'. Who waits for its answer gets CallCancelled.",
-        lambda fields: {"task": number_in(fields, "task"), "reason": reason_of(fields)},
-        ordered,
-        (Field("task", "Handler", is_given=True), Field("reason", "Why: its caller is told")),
+        (_TASK, Field("reason", "Why: its caller is told", reason)),
     ),
     "signal": Action(
         "signal",
         "Give a waiting handler its event",
         "Give it",
         "As if a handler had done immortal.signal(event, value); but it goes to this one alone.",
-        lambda fields: {"task": number_in(fields, "task"), "event": fields.get("event", ""), "value": json_of(fields)},
-        ordered,
         (
-            Field("task", "Handler", is_given=True),
+            _TASK,
             Field("event", "Event", is_given=True),
-            Field("value", "Value, as JSON", placeholder="null"),
+            Field("value", "Value, as JSON", json, placeholder="null"),
         ),
     ),
     "retry-effect": Action(
@@ -206,65 +195,62 @@ ACTIONS = {
         "Retry now",
         "The effects that this handler waits for, and that wait between two attempts, are tried at once. It counts as "
         "the attempt that would have come later.",
-        lambda fields: {"task": number_in(fields, "task")},
+        (_TASK,),
         _tried,
-        (Field("task", "Handler", is_given=True),),
     ),
     "reset-peer": Action(
         "reset-peer",
         "Reset the stream of a peer whose log was wiped or replaced",
         "Reset it",
         "Which log the peer has is forgotten.",
-        lambda fields: {"peer": fields.get("peer", "")},
-        _reset,
         (Field("peer", "Peer", is_given=True),),
+        _only_if(
+            "found",
+            "the streams with it begin anew",
+            lambda answer: "nothing is known of that peer yet: there is nothing to reset",
+        ),
     ),
     "letters-retry": Action(
         "letters-retry",
         "Retry all dead letters",
         "Retry them",
         "Each becomes a new input in the log, and is a dead letter no more.",
-        _all,
-        _retried,
+        done=_retried,
+        arguments=lambda fields: {"all": True},
     ),
     "letters-drop": Action(
         "letters-drop",
         "Drop all dead letters",
         "Drop them for good",
         "They are forgotten for good.",
-        _all,
-        lambda answer: f"{counted(answer.get('dropped', 0), 'dead letter')} dropped",
+        done=lambda answer: f"{counted(answer.get('dropped', 0), 'dead letter')} dropped",
+        arguments=lambda fields: {"all": True},
     ),
     "letter-retry": Action(
         "letters-retry",
         "Retry a dead letter",
         "Retry it",
         "It becomes a new input in the log, and is a dead letter no more.",
-        _letter,
-        _one_retried,
         _OF_MESSAGE,
+        _only_if("retried", _retried, _retried),
+        _letter,
     ),
     "letter-drop": Action(
         "letters-drop",
         "Drop a dead letter",
         "Drop it for good",
         "It is forgotten for good.",
-        _letter,
-        _one_dropped,
         _OF_MESSAGE,
+        _only_if("dropped", "the dead letter is dropped", lambda answer: "there is no such dead letter any more"),
+        _letter,
     ),
     "skip": Action(
         "skip",
         "Skip one message",
         "Skip it",
         "The call fails, and the state is as if it had never come. For a message that ends the app each time.",
-        lambda fields: {
-            "sequence_id": number_in(fields, "record"),
-            "message_index": number_in(fields, "message"),
-            "reason": reason_of(fields),
-        },
-        _skipped,
-        (*_OF_MESSAGE, Field("reason", "Why")),
+        (*_OF_MESSAGE, Field("reason", "Why", reason)),
+        _only_if("skipped", "the message is skipped", lambda answer: f"it was not skipped: {answer}"),
     ),
 }
 

@@ -26,7 +26,7 @@ from immortal.protocol.executions import (
     label_of,
     open_index,
 )
-from immortal.web.actions import Action, Field, ask, carry_out, json_of, number_in, ordered, reason_of, require_actions
+from immortal.web.actions import Action, Field, ask, carry_out, json, number, reason, require_actions
 from immortal.web.rendering import render
 from immortal.web.site import instance_page, number_of, settings_of, site_of, text_of
 
@@ -78,7 +78,6 @@ def executions(request: Request) -> Response:
 
 
 def _query(filters: Mapping[str, str]) -> Query:
-    """Make the query that the form describes. Raises ExecutionsError, MomentError."""
     since = parse_moment(filters["since"]) if filters["since"] else None
     if isinstance(since, int):
         raise ExecutionsError(f"{since}: a time was expected, such as 2026-11-28T16:30, or 2h for two hours ago")
@@ -122,22 +121,20 @@ def states(request: Request) -> Response:
 # --- actions on executions -------------------------------------------------------------------------------------------
 
 
-def _restart(fields: Mapping[str, str]) -> dict[str, Any]:
-    arguments = json_of(fields, "arguments")
+def _arguments(name: str, given: str) -> list[Any] | None:
+    arguments = json(name, given)
     if arguments is not None and not isinstance(arguments, list):
         raise ExecutionsError('a list of all arguments was expected, such as [17, "tea"]')
-    return {"arguments": arguments, "from_step": number_in(fields, "from_step") if fields.get("from_step") else 1}
+    return arguments
 
 
-_REASON = Field("reason", "Why: the handlers and their callers are told")
+_REASON = Field("reason", "Why: the handlers and their callers are told", reason)
 ORDERS = {
     "cancel": Action(
         "cancel",
         "Cancel executions",
         "Cancel",
         "'Cancelled' is raised where each waits; it cleans up, and ends. Who waits for its answer gets CallCancelled.",
-        lambda fields: {"reason": reason_of(fields)},
-        ordered,
         (_REASON,),
     ),
     "signal": Action(
@@ -145,9 +142,7 @@ ORDERS = {
         "Give waiting executions an event",
         "Signal",
         "As if a handler had done immortal.signal(event, value); but it goes to these alone.",
-        lambda fields: {"event": fields.get("event", ""), "value": json_of(fields, "value")},
-        ordered,
-        (Field("event", "Event"), Field("value", "Value, as JSON", placeholder="null")),
+        (Field("event", "Event"), Field("value", "Value, as JSON", json, placeholder="null")),
     ),
     "terminate": Action(
         "terminate",
@@ -155,8 +150,6 @@ ORDERS = {
         "Terminate",
         "Each ends where it waits, for those that catch their cancellation: none of its code runs any more, not even a "
         "'finally'. Who waits for its answer gets CallCancelled.",
-        lambda fields: {"reason": reason_of(fields)},
-        ordered,
         (_REASON,),
     ),
     "restart": Action(
@@ -165,11 +158,9 @@ ORDERS = {
         "Restart",
         "A new execution for each, for which nobody waits. What the first one did outside, it does again, from the "
         "given step on; the steps before have the results that they had.",
-        _restart,
-        ordered,
         (
-            Field("from_step", "From step", placeholder="1"),
-            Field("arguments", "Other arguments, as JSON", placeholder='[17, "tea"]'),
+            Field("from_step", "From step", lambda name, given: number(name, given or "1"), placeholder="1"),
+            Field("arguments", "Other arguments, as JSON", _arguments, placeholder='[17, "tea"]'),
         ),
     ),
 }
@@ -201,7 +192,6 @@ async def act(request: Request) -> Response:
 
 
 def _do(settings: InstanceSettings, action: Action, form: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Carry out the action on each execution; return texts of what was done, and of what was not."""
     said, problems = list[str](), list[str]()
     given = action.request(form)
     for one in chosen(settings, action.verb, Query(), form.get("ids", "").split()):

@@ -46,9 +46,15 @@ Values = dict[str, Any]
 
 def routes() -> list[Route]:
     return [
+        Route("/", fleet),
+        Route("/live/fleet", fleet_live),
+        Route(LOGIN_PATH, login),
         Route("/i/{name}", instance),
         Route("/live/i/{name}", instance_live),
         Route("/i/{name}/handlers/{task:int}", handler),
+        Route("/i/{name}/dead-letters", letters),
+        Route("/i/{name}/queries", queries),
+        Route("/i/{name}/queries", ask, methods=["POST"]),
     ]
 
 
@@ -108,7 +114,6 @@ def _view(site: Site, settings: InstanceSettings) -> Values:
 
 
 def _failed(site: Site, settings: InstanceSettings) -> list[Values]:
-    """Return the last calls that failed, for which somebody waited or not."""
     try:
         with site.logs.reader(settings) as reader:
             verdicts = reader.last_verdicts(FAILED_SHOWN_MAX)
@@ -164,7 +169,6 @@ def _peers(settings: InstanceSettings) -> Values:
 
 
 def _clients(settings: InstanceSettings) -> list[Values]:
-    """Return the clients that called last."""
     try:
         clients: list[Values] = control.query(settings.folder, "clients", ASK_S).get("clients", [])
     except ControlError:
@@ -220,10 +224,6 @@ def _wait(name: str, one: Values, wait: Values) -> Values:
 LETTERS_SHOWN_MAX = 200
 
 
-def letter_routes() -> list[Route]:
-    return [Route("/i/{name}/dead-letters", letters)]
-
-
 def letters(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     with site.logs.reader(settings) as reader:
@@ -244,13 +244,6 @@ def letters(request: Request) -> Response:
 
 ANSWER_S = 10.0
 SHOWN_CHARACTERS_MAX = 20_000
-
-
-def query_routes() -> list[Route]:
-    return [
-        Route("/i/{name}/queries", queries),
-        Route("/i/{name}/queries", ask, methods=["POST"]),
-    ]
 
 
 def queries(request: Request) -> Response:
@@ -315,14 +308,6 @@ def _query_page(
 
 
 WARM_UP_S = 1.0  # for the first look at all instances, before the URL is printed
-
-
-def fleet_routes() -> list[Route]:
-    return [
-        Route("/", fleet),
-        Route("/live/fleet", fleet_live),
-        Route(LOGIN_PATH, login),
-    ]
 
 
 def warm_up(site: Site) -> None:

@@ -27,6 +27,8 @@ def routes() -> list[Route]:
         Route("/i/{name}/what-if/{id}", result),
         Route("/i/{name}/what-if/{id}/cancel", cancel, methods=["POST"]),
         Route("/live/i/{name}/what-if/{id}", result_live),
+        Route("/sql", sql),
+        Route("/sql", ask, methods=["POST"]),
     ]
 
 
@@ -102,10 +104,6 @@ async def cancel(request: Request) -> Response:
 
 
 QUERY_CHARACTERS_MAX = 20_000
-
-
-def sql_routes() -> list[Route]:
-    return [Route("/sql", sql), Route("/sql", ask, methods=["POST"])]
 
 
 def sql(request: Request) -> Response:

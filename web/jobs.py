@@ -154,8 +154,6 @@ class Jobs:
             path.unlink(missing_ok=True)
 
     def _paths(self) -> list[Path]:
-        """Return the files of all what-ifs, the newest first."""
-
         def age(path: Path) -> float:
             try:
                 return -path.stat().st_mtime

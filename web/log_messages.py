@@ -292,7 +292,6 @@ def _is_of(batch: BatchSource, source: str) -> bool:
 
 
 def _batches(reader: LogReader, first: int, last: int) -> Iterator[tuple[int, BatchSource, int]]:
-    """Yield (record, batch, index of the batch's first message)."""
     for logged in reader.records(first, last):
         if logged.problem is not None:
             continue

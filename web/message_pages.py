@@ -35,6 +35,8 @@ def routes() -> list[Route]:
         Route("/i/{name}/messages", messages),
         Route("/i/{name}/m/{record:int}/{index:int}", message),
         Route("/i/{name}/m/{record:int}/{index:int}/arguments.json", arguments),
+        Route("/i/{name}/timeline", shown),
+        Route("/i/{name}/timeline.json", data),
     ]
 
 
@@ -163,7 +165,6 @@ def arguments(request: Request) -> Response:
 
 
 def _message(request: Request, site: Site, settings: InstanceSettings) -> tuple[Message, dict[str, Any], int]:
-    """Return the message, its record, and the committer ID of its log."""
     at = request.path_params["record"], request.path_params["index"]
     methods, _ = site.logs.methods(settings)
     with site.logs.reader(settings) as reader:
@@ -244,10 +245,6 @@ US = 1000  # ns
 AROUND_US = 20_000  # shown on either side of the message that a link leads to
 
 
-def timeline_routes() -> list[Route]:
-    return [Route("/i/{name}/timeline", shown), Route("/i/{name}/timeline.json", data)]
-
-
 def shown(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     lanes = _lanes(site, settings.name, text_of(request, "lanes"))
@@ -300,7 +297,6 @@ def _lanes(site: Site, name: str, asked: str) -> list[str]:
 
 
 def _span(site: Site, lanes: list[str]) -> tuple[int, int] | None:
-    """Return the first and the last time of all lanes, in ns."""
     found = []
     for name in lanes:
         try:

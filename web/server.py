@@ -32,19 +32,8 @@ from immortal.web.rendering import page
 from immortal.web.site import Site
 
 STATIC = Path(__file__).with_name("static")
-ROUTES = [
-    *instance_pages.fleet_routes(),
-    *instance_pages.routes(),
-    *execution_pages.routes(),
-    *instance_pages.letter_routes(),
-    *message_pages.routes(),
-    *message_pages.timeline_routes(),
-    *travel_pages.routes(),
-    *instance_pages.query_routes(),
-    *job_pages.routes(),
-    *job_pages.sql_routes(),
-    *actions.routes(),
-]
+PAGES = (instance_pages, execution_pages, message_pages, travel_pages, job_pages, actions)
+ROUTES = [route for pages in PAGES for route in pages.routes()]
 
 
 class _Static(StaticFiles):

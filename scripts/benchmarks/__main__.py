@@ -18,31 +18,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from immortal.bench.cli import numbers
 from immortal.bench.processes import BenchError
 from scripts.benchmarks.context import ROOT, Amounts, Context, describe, load_average, prepare_environment
 from scripts.benchmarks.figures import Figure, figures_of, number, spread
 from scripts.benchmarks.parts import PARTS
 
-
-def _numbers(kind: type[float], highest: float, expected: str) -> Callable[..., list[float] | None]:
-    """Return a click callback that parses comma-separated numbers of type ``kind``, above 0, at most ``highest``."""
-
-    def numbers_of(context: click.Context, parameter: click.Parameter, value: str | None) -> list[float] | None:
-        if value is None:
-            return None
-        try:
-            numbers = [kind(part) for part in value.split(",")]
-        except ValueError:
-            numbers = []
-        if not numbers or not all(0 < number <= highest for number in numbers):
-            raise click.BadParameter(f"{value!r}; {expected}")
-        return numbers
-
-    return numbers_of
-
-
-_log_sizes = _numbers(float, 1000, "sizes in GiB were expected, as in 1,10,50")
-_peers = _numbers(int, 1000, "numbers of peers, 1 to 1000, were expected, as in 2,50,200")
+_log_sizes = numbers("sizes in GiB", 0.001, 1000, "1,10,50", float)
+_peers = numbers("numbers of peers", 1, 1000, "2,50,200")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

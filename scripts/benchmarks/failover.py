@@ -224,7 +224,6 @@ class World:
             file.write(f'\n[peers]\nkeeper = "{place}"\n')
 
     def _let_them_meet(self, homes: list[Path]) -> None:
-        """Copy public keys so that all know each other."""
         for home in homes[:2]:
             (home / "asker").mkdir(mode=0o700, exist_ok=True)
             shutil.copy(homes[2] / "asker" / "public_keys", home / "asker")

@@ -48,7 +48,6 @@ from immortal.protocol.messages import (
     decode_messages,
     decode_name,
     decode_outgoing_rpc,
-    decode_trim_to,
     encode_attach_to,
     encode_checkpoint,
     encode_incoming_data,
@@ -56,7 +55,6 @@ from immortal.protocol.messages import (
     encode_message,
     encode_name,
     encode_outgoing_rpc,
-    encode_trim_to,
 )
 from immortal.protocol.peer_frames import FrameType, PeerFrame, decode_frame, encode_frame
 from immortal.protocol.record import COMMITTER_ID_MAX, decode_header, encode_record, verify_record
@@ -161,9 +159,8 @@ def test_attach_to(destination: str) -> None:
 
 
 @given(positions)
-def test_checkpoint_and_trim_to(value: int) -> None:
+def test_checkpoint(value: int) -> None:
     assert decode_checkpoint(data_of(encode_checkpoint(value), MessageType.CHECKPOINT)) == value
-    assert decode_trim_to(data_of(encode_trim_to(value), MessageType.TRIM_TO)) == value
 
 
 @given(st.integers(0, (1 << 55) - 1))
@@ -312,7 +309,6 @@ DECODERS: list[Callable[[bytes], Any]] = [
     decode_outgoing_rpc,
     decode_attach_to,
     decode_checkpoint,
-    decode_trim_to,
     decode_batch,
     decode_replayable_batch,
     decode_hello,

@@ -15,7 +15,7 @@ SECONDS = 1.5
 @pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_a_dead_and_a_stalled_peer_do_not_hold_up_the_others(tmp_path: Path) -> None:
-    result = measure_isolation(seconds=SECONDS, rounds=1, folder=tmp_path)
+    result = measure_isolation(seconds=SECONDS, rounds=1, home=tmp_path)
     assert [window.faulty for window in result.windows] == [False, True]
     assert [window.samples for window in result.windows] == [len(OTHERS) * int(SECONDS * RATE)] * 2
     assert result.windows[0].calls_per_s > 0

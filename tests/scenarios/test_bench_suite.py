@@ -102,7 +102,7 @@ def test_report(run: tuple[Path, str, dict[str, Any]], tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--only", "nothing"], "'nothing' is not one of"),
-        (["--log-sizes", "x"], "sizes in GiB were expected"),
+        (["--log-sizes", "x"], "expected sizes in GiB"),
         (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["--report", f"{ROOT / 'pyproject.toml'}"], "is no file of figures"),
     ],

@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -382,24 +381,6 @@ def test_lists_are_merged_by_what_is_new(tmp_path: Path) -> None:
     with open_index(tmp_path / "old", "shop") as index:
         assert sorted(one.began_ns for one in index.find(Query(limit=20_000))) == [1] * 3 + [2] * 11_996
         assert len(index.find(Query(where=[("order", "11999")]))) == 1
-
-
-def test_a_list_of_before_goes_on(tmp_path: Path) -> None:
-    """It has no place of the end of its executions."""
-    path = tmp_path / FILE_NAME
-    with closing(open_to_write(path)) as database:
-        database.execute("drop index by_failure")
-        for column in ("ended_record", "ended_message"):
-            database.execute(f"alter table executions drop column {column}")
-    with open_index(tmp_path, "shop") as index, pytest.raises(ExecutionsError, match="an earlier version wrote it"):
-        index.find(Query())
-    writer = ExecutionWriter(path, 0, pytest.fail)
-    writer.began(*_row(1, 5))
-    writer.ended(1, "failed", "no", (), 7, (3, 1))
-    writer.close()
-    with open_index(tmp_path, "shop") as index:
-        (found,) = index.find(Query())
-    assert (found.ended_record, found.ended_message) == (3, 1)
 
 
 def test_where_nothing_is_listed(tmp_path: Path) -> None:

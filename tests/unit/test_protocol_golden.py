@@ -30,14 +30,12 @@ from immortal.protocol.messages import (
     decode_message,
     decode_messages,
     decode_outgoing_rpc,
-    decode_trim_to,
     encode_attach_to,
     encode_checkpoint,
     encode_incoming_data,
     encode_incoming_rpc,
     encode_message,
     encode_outgoing_rpc,
-    encode_trim_to,
 )
 from immortal.protocol.readers import BlobStart, Message, MessageReader, Record, RecordReader
 from immortal.protocol.record import HEADER_SIZE_BYTES, encode_record, verify_record
@@ -167,7 +165,7 @@ MESSAGES: dict[str, tuple[bytes, MessageType, Callable[[bytes], Any], Any]] = {
     ),
     "UpgradeService": (encode_message(T.UPGRADE_SERVICE), T.UPGRADE_SERVICE, no_data, None),
     "BecomingPrimary": (encode_message(T.BECOMING_PRIMARY), T.BECOMING_PRIMARY, no_data, None),
-    "TrimTo 70000": (encode_trim_to(70000), T.TRIM_TO, decode_trim_to, 70000),
+    "TrimTo 70000": (encode_message(T.TRIM_TO, encode_zigzag(70000)), T.TRIM_TO, decode_zigzag_long, (70000, 3)),
     "Checkpoint of 9 bytes": (encode_checkpoint(9), T.CHECKPOINT, decode_checkpoint, 9),
     "Checkpoint of 5 GiB": (encode_checkpoint(5 << 30), T.CHECKPOINT, decode_checkpoint, 5 << 30),
     "Checkpoint of 9 bytes, fixed-width size of existing C clients": (

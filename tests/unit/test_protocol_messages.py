@@ -17,14 +17,12 @@ from immortal.protocol.messages import (
     decode_messages,
     decode_name,
     decode_outgoing_rpc,
-    decode_trim_to,
     encode_attach_to,
     encode_checkpoint,
     encode_incoming_rpc,
     encode_message,
     encode_name,
     encode_outgoing_rpc,
-    encode_trim_to,
 )
 from immortal.protocol.varint import INT_MAX, INT_MIN, encode_zigzag
 
@@ -244,17 +242,6 @@ def test_malformed_checkpoints(data: str, error: str) -> None:
         decode_checkpoint(bytes.fromhex(data))
 
 
-@pytest.mark.parametrize(
-    ("data", "error"),
-    [("", "runs past the end"), ("0200", "TrimTo has 1 bytes too many"), ("03", "gives its position as -2")],
-)
-def test_malformed_trim_to(data: str, error: str) -> None:
-    with pytest.raises(RemoteProtocolError, match=error):
-        decode_trim_to(bytes.fromhex(data))
-
-
-def test_negative_sizes_and_positions_are_not_sent() -> None:
+def test_negative_sizes_are_not_sent() -> None:
     with pytest.raises(LocalProtocolError, match="-1 bytes"):
         encode_checkpoint(-1)
-    with pytest.raises(LocalProtocolError, match="position -1"):
-        encode_trim_to(-1)

@@ -139,7 +139,6 @@ def start(context: Context) -> list[Figure]:
 
 
 def _start(home: Path, memory: dict[str, list[float]], *, again: bool) -> float:
-    """Return the time of a start, in ms."""
     service = register(home, {"callee": CALLEE}, {})["callee"]
     try:
         begun = time.perf_counter()

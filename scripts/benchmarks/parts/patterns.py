@@ -8,9 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any, TypeVar
 
 import zmq
 
@@ -31,12 +33,12 @@ SERVERS = 4  # of the pool, for several requests at a time
 _AT_A_TIME = 64
 _WARM_UP = 200
 BODY = b"sixteen bytes ..."
+T = TypeVar("T")
 Turn = tuple[float, float]  # requests in a second; µs of processors for each, both sides together
 
 
 @contextlib.contextmanager
 def _servers(kind: str, home: Path, count: int) -> Iterator[tuple[list[str], list[int]]]:
-    """Run servers; yield (endpoints, process IDs)."""
     store = [str(home / f"{kind}-{count}")] if kind == "stored" else []
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(start_module(__name__, "server", kind, *store)) for _ in range(count)]
@@ -67,76 +69,70 @@ def _check(reply: bytes) -> None:
         raise BenchError(f"a wrong reply: {reply!r}")
 
 
+def _one_by_one(seconds: float, pids: list[int], request: Callable[[bytes], bytes]) -> Turn:
+    def ask() -> int:
+        _check(request(BODY))
+        return 1
+
+    for _ in range(_WARM_UP):
+        ask()
+    return _measured(seconds, pids, ask)
+
+
+@contextlib.contextmanager
+def _entered(connector: AbstractAsyncContextManager[T]) -> Iterator[tuple[asyncio.Runner, T]]:
+    """Enter ``connector`` in a loop that runs between two calls of the runner only."""
+    with asyncio.Runner() as runner:
+        pool = runner.run(connector.__aenter__())
+        try:
+            yield runner, pool
+        finally:
+            runner.run(connector.__aexit__(None, None, None))
+
+
+def _together(
+    seconds: float, pids: list[int], connector: AbstractAsyncContextManager[Any], request: Callable[[Any], Any]
+) -> Turn:
+    """Measure requests that are awaited together, at a pool of several servers; bare sockets can't do that."""
+
+    async def ask() -> int:
+        for reply in await asyncio.gather(*(request(pool) for _ in range(_AT_A_TIME))):
+            _check(reply)
+        return _AT_A_TIME
+
+    with _entered(connector) as (runner, pool):
+        runner.run(ask())
+        return _measured(seconds, pids, lambda: runner.run(ask()))
+
+
 def _one_at_a_time(kind: str, home: Path, seconds: float) -> Turn:
     with _servers(kind, home, 1) as (endpoints, pids):
-        if kind == "bare":
-            with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-                socket.connect(endpoints[0])
+        if kind != "bare":
+            with connect_pirate(endpoints) as pool:
+                return _one_by_one(seconds, pids, pool.request)
+        with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+            socket.connect(endpoints[0])
 
-                def ask() -> int:
-                    socket.send(BODY)
-                    _check(socket.recv())
-                    return 1
+            def ask(body: bytes) -> bytes:
+                socket.send(body)
+                return socket.recv()
 
-                for _ in range(_WARM_UP):
-                    ask()
-                return _measured(seconds, pids, ask)
-        with connect_pirate(endpoints) as pool:
-
-            def request() -> int:
-                _check(pool.request(BODY))
-                return 1
-
-            for _ in range(_WARM_UP):
-                request()
-            return _measured(seconds, pids, request)
+            return _one_by_one(seconds, pids, ask)
 
 
 def _many_at_a_time(kind: str, home: Path, seconds: float) -> Turn:
-    """Measure requests that are awaited together, at a pool of several servers; bare sockets can't do that."""
-    with _servers(kind, home, SERVERS) as (endpoints, pids), asyncio.Runner() as runner:
-
-        async def ask() -> int:
-            for reply in await asyncio.gather(*(pool.request(BODY) for _ in range(_AT_A_TIME))):
-                _check(reply)
-            return _AT_A_TIME
-
-        connector = connect_pirate(endpoints)
-        pool = runner.run(connector.__aenter__())
-        try:
-            runner.run(ask())
-            return _measured(seconds, pids, lambda: runner.run(ask()))
-        finally:
-            runner.run(connector.__aexit__(None, None, None))
+    with _servers(kind, home, SERVERS) as (endpoints, pids):
+        return _together(seconds, pids, connect_pirate(endpoints), lambda pool: pool.request(BODY))
 
 
 def _one_at_a_peer(home: Path, pids: list[list[int]], seconds: float) -> Turn:
     with connect_instances(Callee, ["echo-0"], home=home) as pool:
-
-        def call() -> int:
-            _check(pool.echo(BODY))
-            return 1
-
-        for _ in range(_WARM_UP):
-            call()
-        return _measured(seconds, pids[0], call)
+        return _one_by_one(seconds, pids[0], pool.echo)
 
 
 def _many_at_peers(home: Path, pids: list[list[int]], seconds: float) -> Turn:
-    with asyncio.Runner() as runner:
-
-        async def call() -> int:
-            for reply in await asyncio.gather(*(pool.echo(BODY) for _ in range(_AT_A_TIME))):
-                _check(reply)
-            return _AT_A_TIME
-
-        connector = connect_instances(Callee, "echo-*", home=home)
-        pool = runner.run(connector.__aenter__())
-        try:
-            runner.run(call())
-            return _measured(seconds, [pid for both in pids for pid in both], lambda: runner.run(call()))
-        finally:
-            runner.run(connector.__aexit__(None, None, None))
+    all_pids = [pid for both in pids for pid in both]
+    return _together(seconds, all_pids, connect_instances(Callee, "echo-*", home=home), lambda pool: pool.echo(BODY))
 
 
 def pirate(context: Context) -> list[Figure]:
@@ -200,7 +196,6 @@ _READY_S = 60.0
 
 @contextlib.contextmanager
 def _queue(home: Path) -> Iterator[None]:
-    """Run a queue and its workers."""
     with contextlib.ExitStack() as stack:
         start_service(stack, home, "jobs", "immortal.patterns.queue:Queue")
         for _ in range(WORKERS):
@@ -218,7 +213,6 @@ async def _tasks(jobs: AsyncJobs, at_a_time: int) -> None:
 
 
 def _task_rate(runner: asyncio.Runner, jobs: AsyncJobs, at_a_time: int, seconds: float) -> float:
-    """Measure tasks/s of a queue."""
     began_s = time.perf_counter()
     count = 0
     while (took_s := time.perf_counter() - began_s) < seconds:
@@ -230,17 +224,16 @@ def _task_rate(runner: asyncio.Runner, jobs: AsyncJobs, at_a_time: int, seconds:
 def queue(context: Context) -> list[Figure]:
     """Measure tasks of a queue, from their submission to their result: one at a time and several."""
     figures = []
-    with context.home() as home, _queue(home), asyncio.Runner() as runner:
-        connector = connect_queue("jobs", home=home, timeout=_READY_S)
-        jobs = runner.run(connector.__aenter__())
-        try:
-            runner.run(_tasks(jobs, _AT_A_TIME))
-            for at_a_time in (1, _AT_A_TIME):
-                what = f"tasks of a queue, {at_a_time} at a time, {WORKERS} workers"
-                turn = partial(_task_rate, runner, jobs, at_a_time, context.amounts.seconds)
-                figures.append(Figure(what, "tasks/s", "higher", context.interleave({IMMORTAL: turn}, what)))
-        finally:
-            runner.run(connector.__aexit__(None, None, None))
+    with (
+        context.home() as home,
+        _queue(home),
+        _entered(connect_queue("jobs", home=home, timeout=_READY_S)) as (runner, jobs),
+    ):
+        runner.run(_tasks(jobs, _AT_A_TIME))
+        for at_a_time in (1, _AT_A_TIME):
+            what = f"tasks of a queue, {at_a_time} at a time, {WORKERS} workers"
+            turn = partial(_task_rate, runner, jobs, at_a_time, context.amounts.seconds)
+            figures.append(Figure(what, "tasks/s", "higher", context.interleave({IMMORTAL: turn}, what)))
     return figures
 
 
@@ -254,7 +247,6 @@ _WAIT_S = 120.0
 
 @contextlib.contextmanager
 def _cluster(home: Path) -> Iterator[None]:
-    """Run a cluster, its collector and its workers."""
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
     worker = partial(start_module, "immortal.patterns.harmony", "work", "cluster", "operator:neg", env=environment)
     with contextlib.ExitStack() as stack:
@@ -266,7 +258,6 @@ def _cluster(home: Path) -> Iterator[None]:
 
 
 def _batch_rate(cluster: Ventilator, names: Iterator[int], tasks: int) -> float:
-    """Measure tasks/s of a batch."""
     batch = cluster.batch(f"batch {next(names)}", "neg", collector="results")
     began_s = time.perf_counter()
     batch.send(range(tasks))

@@ -27,17 +27,11 @@ from immortal.coordinator.core.errors import LogError, LogFormatError, LogFullEr
 from immortal.coordinator.core.interfaces import Standby
 from immortal.protocol import decoding
 from immortal.protocol.files import ProcessFile, is_living, own_fields
-from immortal.protocol.shared_registry import error_line, secured
+from immortal.protocol.shared_registry import error_line, for_writing
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 VERSION_MIN = 150000  # 15.0 in libpq's form
-CONNECT_TIMEOUT_S = 5
-DEAD_MS = 10_000
-"""Silence on the wire after which a connection counts as broken.
-
-A live server that waits for its standbys is not silent, since TCP answers.
-"""
 
 # No timeout may end an append: its changes can already be visible without being on a standby.
 _NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
@@ -85,21 +79,9 @@ def connect(address: Address) -> Connection:
 
     Raises LogUnavailableError, LogError.
     """
-    given: dict[str, Any] = {
-        "connect_timeout": CONNECT_TIMEOUT_S,
-        **secured(conninfo.conninfo_to_dict(address.database)),
-    }
-    given |= {
-        "application_name": f"immortal {address.instance or ''}".strip(),
-        "target_session_attrs": "read-write",
-        "keepalives_idle": 5,
-        "keepalives_interval": 2,
-        "keepalives_count": 3,
-        "tcp_user_timeout": DEAD_MS,
-        "client_encoding": "UTF8",
-    }
+    given = for_writing(conninfo.conninfo_to_dict(address.database), f"immortal {address.instance or ''}".strip())
     with reaching(address):
-        connection: Connection = psycopg.connect(**given, autocommit=True)
+        connection: Connection = psycopg.connect(**given)
         try:
             if connection.info.server_version < VERSION_MIN:
                 found = connection.info.parameter_status("server_version")
