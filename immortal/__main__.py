@@ -11,6 +11,11 @@ if (
     and (find_spec("_sha256") or find_spec("_sha2"))
 ):
     sys.modules["_hashlib"] = None  # type: ignore[assignment]
+    # typing_extensions would add 0.4 MiB. msgspec takes typing's names if it is missing; psycopg may need it later.
+    sys.modules["typing_extensions"] = None  # type: ignore[assignment]
+    import msgspec  # noqa: F401
+
+    del sys.modules["typing_extensions"]
 
 from immortal.cli import main
 

@@ -64,11 +64,12 @@ at_fork(_in_child)
 # Memory freed during the start is returned after modules are loaded and after the start: it would stay idle.
 
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 
 KEPT_SIZE_BYTES = 64 << 20  # free memory at the top of the heap that is not given back
 MAPPED_SIZE_BYTES = 32 << 20  # larger buffers are mappings of their own, returned when freed
 GROWTH_SIZE_BYTES = 4 << 20
+ARENAS_MAX = 2  # one more than the main thread's: by default each thread has its own, with free memory of its own
 
 
 def retain_freed_memory() -> None:
@@ -82,6 +83,7 @@ def retain_freed_memory() -> None:
             (_M_TRIM_THRESHOLD, KEPT_SIZE_BYTES),
             (_M_TOP_PAD, GROWTH_SIZE_BYTES),
             (_M_MMAP_THRESHOLD, MAPPED_SIZE_BYTES),
+            (_M_ARENA_MAX, ARENAS_MAX),
         ):
             mallopt(parameter, value)
 

@@ -410,6 +410,8 @@ def main() -> None:
     _become(request, descriptors)
     if ours is not None:
         Client(ours, early).install()
+    if not hasattr(sys.modules.get(module), "__path__"):
+        sys.modules.pop(module, None)  # it is to be __main__
     status: object = None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -72,6 +72,7 @@ def test_where_it_came_from(direct_url: str | None, source: str, monkeypatch: py
     assert distribution.origin() == source
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_it_refuses_to_run_beside_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "immortal").symlink_to(ROOT / "immortal")
     another = tmp_path / "immortal-0.1.1.dist-info"
