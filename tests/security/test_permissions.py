@@ -791,7 +791,7 @@ def test_a_refused_call_is_open_until_its_caller_is_told() -> None:
 def test_a_peer_with_a_limit_waits_for_an_app_that_can_leave_calls_out() -> None:
     admission = Components("a", permissions=TWO).admission
     assert "lets 'b' have 2 calls open at once" in admission.peer_wait_reason("b")
-    assert (admission.peer_wait_reason("c"), admission.wait_reason("b")) == ("", "")
+    assert (admission.peer_wait_reason("c"), admission.permissions.wait_reason("b")) == ("", "")
     admission.permissions.app_came(takes_verdicts=True)
     assert admission.peer_wait_reason("b") == ""
 
