@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import os
 import pickle
 import pkgutil
@@ -54,6 +55,8 @@ _REQUEST_BYTES_MAX = 1 << 20
 _DESCRIPTORS_MAX = 64
 _COMMAND_BYTES_MAX = 4000
 _OWN_DESCRIPTORS = 900  # and above
+# By the locale, which is the same for a process that is forked.
+_STREAMS = [(stream.encoding, stream.errors) for stream in (sys.__stdin__, sys.__stdout__, sys.__stderr__) if stream]
 
 _CLONE = 56  # the system call's number on x86-64; so are the next two
 _SET_ROBUST_LIST, _GET_ROBUST_LIST = 273, 274
@@ -143,6 +146,7 @@ class Client:
                     return
             execute(process, args, executable, preexec_fn, *more)
 
+        execute_child.forks = True  # type: ignore[attr-defined]
         subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
 
     def _can_start(self, args: Any, environment: Mapping[str, str]) -> bool:
@@ -343,18 +347,24 @@ def _become(request: Request, descriptors: list[int]) -> None:
     sys.path[:0] = [*([] if "-P" in argv[:2] else [request.folder]), *_paths_of(request.environment)]
     sys.dont_write_bytecode = bool(request.environment.get("PYTHONDONTWRITEBYTECODE"))
     unbuffered = bool(request.environment.get("PYTHONUNBUFFERED"))
-    sys.stdin = sys.__stdin__ = _opened(0, "r")  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = _opened(1, "w", unbuffered)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _opened(2, "w", unbuffered)  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = _opened(0, unbuffered)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _opened(1, unbuffered)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _opened(2, unbuffered)  # type: ignore[misc]
 
 
-def _opened(number: int, mode: str, unbuffered: bool = False) -> Any:
-    lines = number == 2 or os.isatty(number)
-    errors = "backslashreplace" if number == 2 else "strict"
-    stream = open(number, mode, buffering=1 if lines else -1, errors=errors, closefd=False)  # noqa: SIM115
-    if unbuffered:
-        stream.reconfigure(write_through=True)  # type: ignore[attr-defined]
-    return stream
+def _opened(number: int, unbuffered: bool) -> Any:
+    """Return a standard stream as Python opens it."""
+    writes = number > 0
+    binary = open(number, "wb" if writes else "rb", buffering=0 if unbuffered and writes else -1, closefd=False)  # noqa: SIM115
+    encoding, errors = _STREAMS[number]
+    return io.TextIOWrapper(
+        binary,
+        encoding,
+        errors,
+        newline="\n" if writes else None,
+        line_buffering=not unbuffered and (number == 2 or binary.isatty()),
+        write_through=unbuffered,
+    )
 
 
 def _show(argv: Sequence[str]) -> None:

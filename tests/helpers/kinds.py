@@ -16,6 +16,7 @@ KINDS = {  # by the beginning of a test's id
     "tests/contract/test_coordinator_process.py": "kills",
     "tests/contract/test_cut_links.py": "network",
     "tests/contract/test_discovery.py": "kills",
+    "tests/contract/test_fork_server.py": "kills",
     "tests/contract/test_large_checkpoints.py": "kills",
     "tests/contract/test_network_faults.py": "network",
     "tests/contract/test_peer_security.py": "kills",
