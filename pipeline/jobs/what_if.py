@@ -1,4 +1,4 @@
-"""What-if over the logs of a whole fleet: one fresh process for each instance.
+"""Runs a what-if over the logs of a whole fleet: one fresh process for each instance.
 
 Spark only distributes the instances; `immortal what-if` does the rest. The code never runs in a worker of Spark, since
 a worker keeps the modules that it has imported.

@@ -1,1 +1,1 @@
-"""What-if for a fleet: changed code over the logs of its services, whose changed calls travel (decision 0092)."""
+"""Replays a fleet under changed code, whose changed calls travel between the services (decision 0092)."""
