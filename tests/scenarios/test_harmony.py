@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -151,6 +152,26 @@ def test_workers_that_freeze_or_take_too_long(tmp_path: Path) -> None:
             time.sleep(0.02)
         crew.terminate()  # asked a second time, it kills the one that is frozen
         crew.wait(TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("started_anew")  # it counts children, and a server of forks is one
+def test_ctrl_c_ends_workers_but_no_batch(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text(PROGRAMS["tasks"])
+    with pipeline(tmp_path, "tasks:square", "--processes", "2") as crew:
+        with connect("cluster", home=tmp_path / HOME) as cluster:
+            cluster.batch("open", "square", collector="results").put(1)
+        command = [sys.executable, "-m", "immortal.patterns.harmony", "progress", "cluster", "--follow"]
+        follows = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE)
+        assert follows.stdout is not None
+        assert follows.stdout.readline().startswith(b"open")
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while len(children_of(crew.pid)) < 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        for process, status in ((follows, 1), (crew, 0)):
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == status
 
 
 def children_of(pid: int) -> list[str]:

@@ -18,6 +18,7 @@ import pytest
 
 import immortal
 from immortal import CalleeFailed, CallRefused, EffectFailed, Immortal, Node, Retry, impulse, query, rpc
+from immortal.appsdk.calls.codec import encode_value
 from immortal.appsdk.calls.user_code import RunContexts, interrupt, is_user_failure, mark_interrupts
 from immortal.appsdk.client.errors import CalleeFailed as ClientCalleeFailed
 from immortal.appsdk.dispatch.invocation import answer_query
@@ -488,3 +489,20 @@ def test_so_they_do_for_workers(worker: Worker, kind: str) -> None:
     failures = results.take().failures
     assert sorted(failures) == [1, 2]
     assert "enough" in failures[1]
+
+
+def named(error: TypeError) -> str:
+    return f"{error}"
+
+
+def test_a_task_can_be_an_exception() -> None:
+    function = task_functions({"named": named})["named"]
+    run = Run("batch", "named", 0, 2, msgspec.msgpack.encode([msgspec.Raw(encode_value(TypeError("a task"))), 5]))
+    found, misfit = function.tasks(run)
+    results = Results("batch", 0)
+    results.do(named, found)
+    results.do(named, misfit)
+    response = results.take()
+    assert msgspec.msgpack.decode(response.values)[0] == "a task"
+    assert list(response.failures) == [1]
+    assert response.failures[1].startswith("TypeError: the task is not what the function takes: ")

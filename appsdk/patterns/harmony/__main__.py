@@ -56,7 +56,9 @@ def work(
         rest = [] if task_timeout is None else ["--task-timeout", str(task_timeout)]
         crew = WorkerProcesses(cluster, [*functions, *rest], processes)
         signal.signal(signal.SIGTERM, lambda number, frame: crew.end())
-        sys.exit(crew.run())
+        with suppress(KeyboardInterrupt):
+            sys.exit(crew.run())
+        return
     try:
         with suppress(KeyboardInterrupt):
             worker(cluster, dict(map(_function, functions)), task_timeout_s=task_timeout, name=name)
@@ -70,7 +72,7 @@ def work(
 @click.option("--follow", is_flag=True, help="Until it is complete.")
 def progress(cluster: str, batch: str | None, follow: bool) -> None:
     """Show how far batches are, or one of them."""
-    with suppress(KeyboardInterrupt), connect(cluster) as client:
+    with connect(cluster) as client:
         while True:
             found = [client.progress(name) for name in ([batch] if batch else client.batches())]
             for one in found:

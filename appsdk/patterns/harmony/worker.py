@@ -226,7 +226,7 @@ class TaskFunction:
         self.function = function
 
     def tasks(self, run: Run) -> Sequence[Any]:
-        """Decode the tasks of a run; a TypeError replaces each that does not fit."""
+        """Decode the tasks of a run; an :class:`InvalidTask` replaces each that does not fit."""
         try:
             found: list[Any] = self._many.decode(run.tasks)
         except BaseException as error:  # one of them does not fit
@@ -241,7 +241,13 @@ class TaskFunction:
         except BaseException as error:
             if not is_user_failure(error):
                 raise
-            return TypeError(f"the task is not what the function takes: {text_of(error)}")
+            return InvalidTask(f"the task is not what the function takes: {text_of(error)}")
+
+
+class InvalidTask(str):
+    """Why a task does not fit the function's annotation. No task is decoded as one."""
+
+    __slots__ = ()
 
 
 def task_functions(functions: Mapping[str, Function]) -> dict[str, TaskFunction]:
@@ -268,8 +274,8 @@ class Results:
     def do(self, function: Function, task: Any) -> None:
         """Do a task. An exception is a result too: the task would raise it again."""
         try:
-            if isinstance(task, TypeError):
-                raise task
+            if isinstance(task, InvalidTask):
+                raise TypeError(task)
             value = encode_value(function(task))
             if len(value) > TASK_SIZE_BYTES_MAX:
                 raise ValueError(f"a result of {len(value)} bytes, at most {TASK_SIZE_BYTES_MAX} were expected")

@@ -294,7 +294,7 @@ Connect = Callable[[str], Link]
 Look = Callable[[], Iterable[str]]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Pending:
     """Request of a caller, for a shell. ``outcome`` after its end: a reply, or an exception to raise."""
 

@@ -6,6 +6,7 @@ All durable data is in the :class:`QueueState`; the rest is an index of it.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -315,7 +316,8 @@ class EndedTasks:
 
     def __init__(self, records: QueueState) -> None:
         self._records = records
-        self._kept: dict[bool, dict[int, int]] = {False: {}, True: {}}  # size in bytes by task, True: of dead letters
+        # Size in bytes by task, True: of dead letters. To find the first key of a dict takes long after many removals.
+        self._kept: dict[bool, OrderedDict[int, int]] = {False: OrderedDict(), True: OrderedDict()}
         self._size_bytes = {False: 0, True: 0}
         for task in sorted((one for one in records.tasks.values() if one.ended), key=lambda one: one.ended):
             self._put(task)
