@@ -292,9 +292,9 @@ def measure_failing(
 ) -> list[FailingResult]:
     """Measure failing calls. ``home``: for the logs. Raises BenchError."""
     results = []
-    for size_bytes in states_size_bytes:
+    for number, size_bytes in enumerate(states_size_bytes):
         progress(f"a state of {size_bytes >> 20} MiB")
-        results.append(_measure(home / str(size_bytes), size_bytes))
+        results.append(_measure(home / str(number), size_bytes))
     return results
 
 

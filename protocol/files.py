@@ -232,7 +232,7 @@ def read(path: Path, kind: type[P]) -> P | None:
 def withdraw(path: Path) -> None:
     """Remove a process file, unless it is another process's by now. Raises OSError."""
     found = read(path, ProcessFile)
-    if found is not None and found.pid == os.getpid():
+    if found is not None and found.pid == os.getpid() and is_near(found):
         path.unlink(missing_ok=True)
 
 

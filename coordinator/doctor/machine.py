@@ -313,16 +313,16 @@ def measure(folder: Path) -> SyncTimes:
     path = folder / f".doctor-{os.getpid()}"
     block = os.urandom(BLOCK_SIZE_BYTES)
     blocks_count = 64
-    try:
-        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        try:
             os.pwrite(descriptor, bytes(BLOCK_SIZE_BYTES * blocks_count), 0)
             os.fsync(descriptor)
             unsynced_s = _times(descriptor, block, blocks_count)
             os.fsync(descriptor)
-        with opened(path, os.O_WRONLY | os.O_DSYNC) as descriptor:
-            synced_s = _times(descriptor, block, blocks_count)
-    finally:
-        path.unlink(missing_ok=True)
+            with opened(path, os.O_WRONLY | os.O_DSYNC) as synced:
+                synced_s = _times(synced, block, blocks_count)
+        finally:
+            path.unlink()
     return SyncTimes(synced_s, unsynced_s[len(unsynced_s) // 2])
 
 

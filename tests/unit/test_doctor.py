@@ -305,6 +305,15 @@ def test_the_measurement_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_measurement_removes_only_its_own_file(tmp_path: Path) -> None:
+    """A process of another container can have the same ID."""
+    other = tmp_path / f".doctor-{os.getpid()}"
+    other.write_text("measured")
+    with pytest.raises(FileExistsError):
+        machine.measure(tmp_path)
+    assert other.read_text() == "measured"
+
+
 # --- the clock, limits, memory ----------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,10 @@ import os
 import socket
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from immortal.coordinator.project import run_lock
 from immortal.coordinator.service.process import SIGNAL_COALESCE_S, StopRequests
 from immortal.protocol.files import ProcessFile, is_living, is_near, own_fields
 
@@ -34,3 +38,16 @@ def test_a_coordinator_of_another_container_lives_as_long_as_it_listens(tmp_path
         assert is_living(distant)
     assert not is_living(distant)
     assert is_living(ProcessFile(**own_fields()))
+
+
+def test_who_may_not_run_a_project_leaves_the_file_of_who_runs_it(tmp_path: Path) -> None:
+    """In another container it can have the same process ID."""
+    with run_lock.hold(tmp_path, "immortal up"):
+        file = tmp_path / run_lock.FILE_NAME
+        theirs = own_fields() | {"pid_namespace": 1, "process_start_ticks": 1}
+        file.write_bytes(msgspec.json.encode(run_lock.RunLockHolder(what="immortal up", **theirs)))
+        with pytest.raises(run_lock.ProjectRunningError), run_lock.hold(tmp_path, "immortal dev"):
+            pass
+        assert file.exists()
+        run_lock.publish(tmp_path, "immortal up", {})
+    assert not file.exists()
