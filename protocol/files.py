@@ -72,7 +72,8 @@ def replace_file(path: Path, content: bytes, *, mode: int = FILE_MODE, is_synced
     descriptor, temporary = open_beside(path)
     try:
         with open(descriptor, "wb") as file:
-            os.fchmod(descriptor, mode)
+            if mode != FILE_MODE:  # it is made with that one; some file systems have no modes
+                os.fchmod(descriptor, mode)
             file.write(content)
             if is_synced:
                 file.flush()

@@ -120,9 +120,9 @@ class CheckpointHeader(Struct, frozen=True):
 
     checkpoint_id: int
     sequence_id: int
-    size_bytes: int = 0
-    check: int = 0  # CRC-64/XZ of the blob
-    time_ns: int = 0
+    size_bytes: int
+    check: int  # CRC-64/XZ of the blob
+    time_ns: int
     outputs: Mapping[str, OutputMark] = field(default_factory=dict)
     unacknowledged: Mapping[str, Sequence[OutputBatch]] = field(default_factory=dict)
     version: int = 1

@@ -28,7 +28,6 @@ from immortal.coordinator.messenger.connections import CALLBACK_ID_MAX, Links, L
 from immortal.coordinator.messenger.envelope import NOOP, MessengerClosedError, MessengerError
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
-from immortal.coordinator.messenger.mailbox import OwnerThread
 from immortal.coordinator.messenger.outbox import (
     AnswerCallback,
     ConversationMessage,
@@ -36,6 +35,7 @@ from immortal.coordinator.messenger.outbox import (
     ReplyCallback,
     RetryPolicy,
 )
+from immortal.coordinator.messenger.owner_thread import OwnerThread
 from immortal.coordinator.messenger.security import Security
 from immortal.coordinator.messenger.sockets import (
     Context,

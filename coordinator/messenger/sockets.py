@@ -102,9 +102,8 @@ def keep_alive(socket: Socket) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, limits.KEEPALIVE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, limits.KEEPALIVE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, limits.KEEPALIVE_COUNT)
-    socket.setsockopt(
-        zmq.TCP_MAXRT, limits.KEEPALIVE_S * (limits.KEEPALIVE_COUNT + 1) * 1000
-    )  # the same while data is on its way
+    # The same while data is on its way:
+    socket.setsockopt(zmq.TCP_MAXRT, limits.KEEPALIVE_S * (limits.KEEPALIVE_COUNT + 1) * 1000)
 
 
 def plain_send(socket: Socket) -> Callable[..., object]:

@@ -148,7 +148,8 @@ class RowBuilder:
         elif isinstance(seen, Arrived):
             self._arrived(seen)
         elif seen.sequence_id in self._waiting:
-            return self._take(list(self._waiting).index(seen.sequence_id) + 1, seen.time_ns)
+            place = next(place for place, waiting in enumerate(self._waiting, 1) if waiting == seen.sequence_id)
+            return self._take(place, seen.time_ns)
         return []
 
     def rest(self) -> list[TimingRow]:

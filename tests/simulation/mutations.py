@@ -204,7 +204,7 @@ MUTATIONS = (
         "_commit",
         "if group is not None:",
         "if group is not None and group.record is not None and self._session.phase is Phase.NORMAL:\n"
-        "            components.state.outbox.send(group.record)\n"
+        "            self.state.outbox.send(group.record)\n"
         "        if group is not None:",
     ),
     Mutation(

@@ -22,8 +22,10 @@ SEEDS_MAX = 1000
 def test_a_planted_bug_is_found(mutation: Mutation) -> None:
     with planted(mutation):
         seeds = (mutation.seed, *range(SEEDS_MAX))
-        found = next((seed for seed in seeds if failure_of(draw(seed)) is not None), None)
+        failures = ((seed, failure_of(draw(seed))) for seed in seeds)
+        found, failure = next(((seed, text) for seed, text in failures if text is not None), (None, ""))
     assert found is not None, f"not in {SEEDS_MAX} seeds"
+    assert not failure.startswith("NameError"), "the text of the bug itself is wrong"
     assert failure_of(draw(found)) is None, f"seed {found} fails without it, too"
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.errors import DivergenceError, LogError
 from immortal.coordinator.core.interfaces import CheckpointHeader, Offer, OutputMark
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits, ReplayCheck
-from immortal.coordinator.log.checkpoints import sealed_chunk
+from immortal.coordinator.log.checkpoints import decode_offer, encode_offer, sealed_chunk
 from immortal.coordinator.log.format import CHUNK_KEY
 from immortal.protocol.checksum import crc64
 from immortal.protocol.extensions import Hello, encode_hello
@@ -364,3 +365,13 @@ def test_a_stop_is_not_held_up_by_it() -> None:
     writer.handle(ev.StopRequested())
     assert types(writer) == [TAKE]
     assert writer.of(ef.DropAsked)
+
+
+@pytest.mark.parametrize("missing", ["size_bytes", "check", "time_ns"])
+def test_an_offer_says_all_of_its_blob(missing: str) -> None:
+    offer = Offer(1, CheckpointHeader(2, 3, len(BLOB), crc64(BLOB), 9))
+    assert decode_offer(encode_offer(offer)) == replace(offer, verdicts=[])
+    plain = msgspec.to_builtins(offer)
+    del plain["header"][missing]
+    with pytest.raises(LogError, match=f"can't be read: Object missing required field `{missing}`"):
+        decode_offer(msgspec.msgpack.encode(plain))

@@ -35,6 +35,15 @@ def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path: Path, monkeypatch
     assert place.read_text() == "old"
 
 
+def test_a_file_system_without_modes_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_modes(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchmod", no_modes)
+    write_whole(tmp_path / "page.html", "new")
+    assert (tmp_path / "page.html").read_text() == "new"
+
+
 def test_a_new_file_is_not_made_where_a_link_leads(tmp_path: Path) -> None:
     (tmp_path / "case.py").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FileExistsError, match=r"a link to a file that is missing: .*case\.py"):

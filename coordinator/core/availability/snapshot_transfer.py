@@ -112,6 +112,9 @@ class SnapshotSender:
         header = CheckpointHeader(
             self._asked.checkpoint_id,
             self._sequence_id,
+            size_bytes=0,
+            check=0,
+            time_ns=0,
             version=self.state.versions.current,
             open_calls=self.peers.admission.open_calls.open_at(self._sequence_id),
         )

@@ -96,7 +96,8 @@ class CheckpointPolicy:
 
 
 class CheckpointWriter:
-    """Splits a blob into chunks as it arrives. ``header``: of the time that the blob was announced."""
+    """Splits a blob into chunks as it arrives. ``header``: of the time that the blob was announced; what it says of the
+    blob itself does not count."""
 
     def __init__(self, header: CheckpointHeader, chunk_size_bytes: int) -> None:
         self._header = header

@@ -190,6 +190,9 @@ class CheckpointTaker:
         header = CheckpointHeader(
             checkpoint_id,
             session.checkpoint_sequence_id,
+            size_bytes=0,
+            check=0,
+            time_ns=0,
             outputs={name: stream.mark for name, stream in outputs.items()},
             unacknowledged={name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
             version=version,
