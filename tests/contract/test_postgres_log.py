@@ -764,6 +764,15 @@ def test_a_schema_of_before_is_brought_forward_with_what_is_in_it(
         open_log(url, "alice")
 
 
+def test_a_schema_that_was_never_released_is_refused(postgres: Postgres, database: str) -> None:
+    place = place_of(postgres.url("alice", database))
+    made(place)
+    postgres.execute("UPDATE immortal.schema_version SET version = 2", database=database)
+    for way in (place.exists, place.migrate):
+        with pytest.raises(LogFormatError, match=r"has version 2, which was never released: .* a new database"):
+            way()
+
+
 def test_a_migration_is_done_whole_or_not_at_all(
     postgres: Postgres, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -771,10 +780,10 @@ def test_a_migration_is_done_whole_or_not_at_all(
     made(place)
     broken = "CREATE TABLE immortal.half (a int); ALTER TABLE immortal.schema_version RENAME COLUMN version TO other"
     monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, broken))
-    monkeypatch.setattr(schema, "VERSION", len(schema.MIGRATIONS))
+    monkeypatch.setattr(schema, "VERSION", schema.VERSION + 1)
     with pytest.raises(LogError, match="refuses it: column"):
         place.migrate()
-    before = [(len(schema.MIGRATIONS) - 1,)]
+    before = [(schema.VERSION - 1,)]
     assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == before
     assert postgres.execute("SELECT to_regclass('immortal.half')", database=database) == [(None,)]
 
@@ -784,7 +793,7 @@ def test_who_comes_while_the_schema_is_made_sees_nothing_of_it_yet(
 ) -> None:
     """Two coordinators that start at once with new logs: the second one saw a version between, and gave up."""
     monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, "SELECT pg_advisory_xact_lock(7)"))
-    monkeypatch.setattr(schema, "VERSION", len(schema.MIGRATIONS))
+    monkeypatch.setattr(schema, "VERSION", schema.VERSION + 1)
     places = [place_of(postgres.url(name, database)) for name in ("alice", "bob")]
     with psycopg.connect(postgres.url(database=database)) as other:
         other.execute("SELECT pg_advisory_lock(7)")

@@ -213,7 +213,8 @@ END $$;
 """
 
 MIGRATIONS: tuple[LiteralString, ...] = (_TABLES + _CHANGE + _APPEND + _GRANTS,)
-VERSION = len(MIGRATIONS)
+FIRST_VERSION = 3  # after the first step; 1 and 2 were never released
+VERSION = FIRST_VERSION + len(MIGRATIONS) - 1
 
 
 def version_of(connection: Connection) -> int | None:
@@ -235,6 +236,11 @@ def check(connection: Connection, where: str) -> bool:
             f"the schema 'immortal' of {where} has version {version}, this program knows version {VERSION}:"
             " use the newer version of the program that made it"
         )
+    if version < FIRST_VERSION:
+        raise LogFormatError(
+            f"the schema 'immortal' of {where} has version {version}, which was never released: this program needs"
+            f" version {VERSION}; let it make the schema in a new database"
+        )
     if version < VERSION:
         raise LogFormatError(
             f"the schema 'immortal' of {where} has version {version}, this program needs version {VERSION}:"
@@ -248,11 +254,11 @@ def migrate(connection: Connection, where: str) -> int:
     connection.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
     try:
         before = version_of(connection) or 0
-        if before > VERSION:
+        if before and not FIRST_VERSION <= before <= VERSION:
             check(connection, where)
         try:
             with connection.transaction():  # others see the old version or the new one, nothing in between
-                for step in MIGRATIONS[before:]:
+                for step in MIGRATIONS[max(0, before - FIRST_VERSION + 1) :]:
                     connection.execute(step)
                 if before < VERSION:
                     connection.execute("UPDATE immortal.schema_version SET version = %s", [VERSION])
