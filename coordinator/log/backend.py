@@ -421,6 +421,9 @@ class EndpointWatch(Protocol):
     def close(self, wait_s: float) -> None: ...
 
 
+LEASE_S = 3.0
+
+
 class Options(Struct, frozen=True):
     """Options of a backend.
 
@@ -432,7 +435,7 @@ class Options(Struct, frozen=True):
     map_size_bytes: int | None = None
     map_size_bytes_max: int | None = None
     allow_data_loss: bool = False  # open the log even if a crash could lose acknowledged input
-    lease_s: float = 3.0
+    lease_s: float = LEASE_S
     endpoint: str = ""
     checkpoints_to: str = ""
 
@@ -447,16 +450,19 @@ def only_in_folders(where: str, what: str) -> LogError:
 AnyRow = TypeVar("AnyRow", bound=tuple[Any, ...])
 
 
-def batches(rows: Iterable[AnyRow], size_bytes_max: int, rows_max: int | None = None) -> Iterator[list[AnyRow]]:
-    """Split rows into lists of limited size, by the rows' last fields, and of limited length."""
+def batches(
+    rows: Iterable[AnyRow], size_bytes_max: int, rows_max: int | None = None, *, counts: int = 1
+) -> Iterator[list[AnyRow]]:
+    """Split rows into lists of limited size, by the rows' last ``counts`` fields, and of limited length."""
     batch: list[AnyRow] = []
     size_bytes = 0
     for row in rows:
-        if batch and (size_bytes + len(row[-1]) > size_bytes_max or len(batch) == rows_max):
+        row_size_bytes = sum(map(len, row[-counts:]))
+        if batch and (size_bytes + row_size_bytes > size_bytes_max or len(batch) == rows_max):
             yield batch
             batch, size_bytes = [], 0
         batch.append(row)
-        size_bytes += len(row[-1])
+        size_bytes += row_size_bytes
     if batch:
         yield batch
 

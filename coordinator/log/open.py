@@ -14,12 +14,12 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from immortal.coordinator.core.errors import LogError, require
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.authentication import LogKey
-from immortal.coordinator.log.backend import Backend, Options, Place
+from immortal.coordinator.log.backend import LEASE_S, Backend, Options, Place
 from immortal.coordinator.log.identity import LogIdentity, meta_row
 from immortal.coordinator.log.store import RowLogStore
 from immortal.coordinator.log_url import FOLDERS, split_url
@@ -96,12 +96,18 @@ def create_log(
     *,
     committer_id: int | None = None,
     first_sequence_id: int = 0,
+    map_size_bytes: int | None = None,
+    map_size_bytes_max: int | None = None,
     keys: Sequence[LogKey] = (),
-    **options: Any,
+    allow_data_loss: bool = False,
+    lease_s: float = LEASE_S,
+    endpoint: str = "",
+    checkpoints_to: str = "",
 ) -> RowLogStore:
     """Create a new log and open it for writing. Without ``committer_id`` a random one is drawn.
 
-    ``first_sequence_id``: earlier records count as trimmed. ``options``: those of :class:`Options`.
+    ``first_sequence_id``: earlier records count as trimmed. ``allow_data_loss``: create it even if a crash of its
+    server could lose acknowledged input. ``lease_s``, ``endpoint``, ``checkpoints_to``: see :class:`Options`.
 
     ``keys``: the first one authenticates the log. Remains of an interrupted creation do not count. Raises
     LogFormatError if there is already a log, LogFullError.
@@ -112,11 +118,12 @@ def create_log(
     require(bool(instance_name), "an instance needs a name")
     log_format.name_key(instance_name)
     place = place_of(log)
+    options = Options(map_size_bytes, map_size_bytes_max, allow_data_loss, lease_s, endpoint, checkpoints_to)
     identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
     rows = identity.rows()
     if first_sequence_id:
         rows.append(meta_row(log_format.META_TRIMMED, first_sequence_id - 1))
-    backend = place.create(identity, rows, Options(**options))
+    backend = place.create(identity, rows, options)
     return _store(backend, keys, adopt=True)
 
 
@@ -124,21 +131,27 @@ def open_log(
     log: Log,
     instance_name: str,
     *,
+    map_size_bytes: int | None = None,
+    map_size_bytes_max: int | None = None,
     keys: Sequence[LogKey] = (),
     adopt: bool = False,
     accept: bool = False,
-    **options: Any,
+    allow_data_loss: bool = False,
+    lease_s: float = LEASE_S,
+    endpoint: str = "",
+    checkpoints_to: str = "",
 ) -> RowLogStore:
     """Open a log for writing.
 
     ``keys``: possible keys, the current one first; a log with another of them gets the current one. ``adopt``: give the
-    key to a log without one, as it is. ``accept``: give it to any log, on an operator's order. ``options``: those of
-    :class:`Options`.
+    key to a log without one, as it is. ``accept``: give it to any log, on an operator's order.
 
     Raises LogKeyError (no key for it, or none in it), ForgedLogError (written without the key), LogFormatError (no log,
     not a log, truncated, newer format), LogLockedError, LogIdentityError, DamagedLogError.
     """
-    backend = place_of(log).open(instance_name, Options(**options))
+    place = place_of(log)
+    options = Options(map_size_bytes, map_size_bytes_max, allow_data_loss, lease_s, endpoint, checkpoints_to)
+    backend = place.open(instance_name, options)
     return _store(backend, keys, adopt=adopt, accept=accept)
 
 

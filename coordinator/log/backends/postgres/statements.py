@@ -55,7 +55,7 @@ def statements(append: Append) -> Iterator[list[object]]:
     require(len(removed) < 2, f"records are removed in {len(removed)} spans at once")
     packed = list(packs(append.records))
     rows = ((table, bytes(key), bytes(value)) for table, key, value in append.puts)
-    row_batches = batches(rows, STATEMENT_SIZE_BYTES_MAX, ROWS_MAX)
+    row_batches = batches(rows, STATEMENT_SIZE_BYTES_MAX, ROWS_MAX, counts=2)  # keys and values
     yield [*_span_arguments(spans, removed), *_columns(packed, 3), *_columns(next(row_batches, []), 3)]
     for batch in row_batches:
         yield [*_span_arguments([], []), *_columns([], 3), *_columns(batch, 3)]
