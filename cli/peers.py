@@ -181,12 +181,12 @@ def _reset(settings: InstanceSettings, peer: str) -> None:
 
 def _peers_of(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]:
     """Return the peers as the running coordinator knows them; if none runs, as the log does."""
-    from immortal.coordinator.peers.discovery import Discovery, Routes
-
     if (live := live_peers(settings)) is not None:
         return live
     if not log_exists(settings.log):
         return {}
+    from immortal.coordinator.peers.discovery import Discovery, Routes  # it takes 8 ms
+
     with own_logs.open_reader(settings) as reader:
         summary = reader.summary()
     routes = Routes(Discovery(settings, registry), lambda message: None)

@@ -69,11 +69,14 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 KEPT_SIZE_BYTES = 64 << 20  # free memory at the top of the heap that is not given back
 MAPPED_SIZE_BYTES = 32 << 20  # larger buffers are mappings of their own, returned when freed
 GROWTH_SIZE_BYTES = 4 << 20
-ARENAS_MAX = 2  # one more than the main thread's: by default each thread has its own, with free memory of its own
 
 
-def retain_freed_memory() -> None:
-    """Trim the heap, then let glibc's malloc keep freed memory. Call it once, when modules are loaded."""
+def retain_freed_memory(arenas_max: int | None = None) -> None:
+    """Trim the heap, then let glibc's malloc keep freed memory. Call it once, when modules are loaded.
+
+    ``arenas_max``: limit of arenas, for a process whose threads take little memory at a time; MALLOC_ARENA_MAX of the
+    environment goes before it.
+    """
     trim_heap()
     import ctypes  # imported here: few commands need it
 
@@ -83,9 +86,10 @@ def retain_freed_memory() -> None:
             (_M_TRIM_THRESHOLD, KEPT_SIZE_BYTES),
             (_M_TOP_PAD, GROWTH_SIZE_BYTES),
             (_M_MMAP_THRESHOLD, MAPPED_SIZE_BYTES),
-            (_M_ARENA_MAX, ARENAS_MAX),
         ):
             mallopt(parameter, value)
+        if arenas_max is not None and "MALLOC_ARENA_MAX" not in os.environ:
+            mallopt(_M_ARENA_MAX, arenas_max)
 
 
 def trim_heap() -> None:

@@ -503,6 +503,9 @@ class Metrics:
         self._execution_wait.start()
 
 
+ARENAS_MAX = 2  # of a coordinator alone in its process: by default each thread has one, with free memory of its own
+
+
 def status_of(error: ImmortalError) -> int:
     """Return the exit status of a coordinator that ended with ``error``."""
     if isinstance(error, FencedError):
@@ -530,7 +533,7 @@ def run_coordinator(
     """
     registry.refuse_open_folder(settings.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    retain_freed_memory()
+    retain_freed_memory(ARENAS_MAX if make_app is None else None)
     process.raise_descriptor_limit()
     ensure_machine_keys(settings, registry)
     with registry.kept():
