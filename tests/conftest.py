@@ -36,6 +36,7 @@ ROOM: pytest.StashKey[Room] = pytest.StashKey()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help=f"leave out what is marked: {', '.join(kinds.NOT_QUICK)}")
+    parser.addoption("--medium", action="store_true", help=f"leave out what is marked: {', '.join(kinds.NOT_MEDIUM)}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # How long one example takes, is up to the others.
     settings.register_profile("shared machine", deadline=None)
     settings.register_profile("quick", deadline=None, max_examples=25)
-    settings.load_profile("quick" if config.getoption("quick") else "shared machine")
+    settings.load_profile("quick" if _left_out(config) else "shared machine")
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         fork_server.start()
     if hasattr(config, "workerinput"):
@@ -61,9 +62,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     if config.getoption("markexpr") == "source":
         return "pytest.mark.source" not in collection_path.read_text() or None
-    if config.getoption("quick"):
-        return kinds.is_left_out(str(collection_path.relative_to(config.rootpath))) or None
-    return None
+    return kinds.is_left_out(str(collection_path.relative_to(config.rootpath)), _left_out(config)) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,9 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(limit_s * EFFORT), append=False)
         if item.get_closest_marker("source") and compiled.CORE.is_installed:
             item.add_marker(pytest.mark.skip(f"it changes the core's code: {compiled.PURE_VARIABLE}=1 runs it"))
-    if config.getoption("quick"):
-        config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
-        items[:] = filter(is_quick, items)
+    if left_out := _left_out(config):
+        config.hook.pytest_deselected(items=[item for item in items if any(map(item.get_closest_marker, left_out))])
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, left_out))]
     if ROOM in config.stash:
         # What wants to be alone comes first: later it would wait, idle, for whatever the other processes are at.
         # A module that takes long is not begun last, when the others have nothing left to do.
@@ -104,8 +103,9 @@ def pytest_collection_finish() -> None:
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
-def is_quick(item: pytest.Item) -> bool:
-    return not any(map(item.get_closest_marker, kinds.NOT_QUICK))
+def _left_out(config: pytest.Config) -> tuple[str, ...]:
+    """Return the kinds of tests that this run leaves out."""
+    return kinds.NOT_QUICK if config.getoption("quick") else kinds.NOT_MEDIUM if config.getoption("medium") else ()
 
 
 # --- side by side, with pytest-xdist ----------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class ExecutionWriter:
         self._thread: threading.Thread | None = None
         self._database: sqlite3.Connection | None = None
         self._is_broken = False
-        self._pruned_s = 0.0
+        self._prune_due_s = 0.0
         self._rows: dict[int, list[Any]] = {}  # begun in this batch: many end in it
         self._labels: list[tuple[int, str, str]] = []
         self._parts: list[tuple[int, int, int, str, int]] = []
@@ -204,8 +204,8 @@ class ExecutionWriter:
             if self._database is not None and not self._is_broken:
                 self._write_rows()
                 self._database.commit()
-            if self._database is not None and self._keep_days and time.monotonic() - self._pruned_s >= PRUNE_EACH_S:
-                self._pruned_s = time.monotonic()
+            if self._database is not None and self._keep_days and (now_s := time.monotonic()) >= self._prune_due_s:
+                self._prune_due_s = now_s + PRUNE_EACH_S
                 self._prune()
         except (sqlite3.Error, OSError, ValueError, OverflowError) as error:
             if not self._is_broken:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 KINDS = {  # by the beginning of a test's id
     "tests/crash/": "kills",
     "tests/faults/": "kills",
@@ -41,7 +43,49 @@ KINDS = {  # by the beginning of a test's id
     "tests/unit/test_testing_guide.py": "slow",
     "tests/unit/test_wheel.py": "slow",
 }
-NOT_QUICK = ("slow", "kills", "cluster", "network")
+_LONG = (  # more than 60 ms of a processor for each test
+    "tests/contract/test_archive.py",
+    "tests/contract/test_log_backup.py",
+    "tests/contract/test_log_readers_full.py",
+    "tests/contract/test_messenger",
+    "tests/contract/test_pipeline_places.py",
+    "tests/contract/test_replay_host.py",
+    "tests/contract/test_sdk_",
+    "tests/fuzz/",
+    "tests/properties/",
+    "tests/security/test_audit.py",
+    "tests/security/test_peer_port.py",
+    "tests/security/test_pickle.py",
+    "tests/security/test_unfinished_messages.py",
+    "tests/security/test_warnings.py",
+    "tests/simulation/",
+    "tests/unit/test_chart.py",
+    "tests/unit/test_compiled.py",
+    "tests/unit/test_distribution.py",
+    "tests/unit/test_messenger_loss.py",
+    "tests/unit/test_nodes_exploration.py",
+    "tests/unit/test_one_root.py",
+    "tests/unit/test_ordering_exploration.py",
+    "tests/unit/test_pipeline_report.py",
+    "tests/unit/test_sdk_asyncio.py",
+    "tests/unit/test_sdk_functions.py",
+    "tests/unit/test_sdk_groups",
+    "tests/unit/test_sdk_limits.py",
+    "tests/unit/test_sdk_multicasts.py",
+    "tests/unit/test_sdk_nodes.py",
+    "tests/unit/test_sdk_run_contexts.py",
+    "tests/unit/test_sdk_steps.py",
+    "tests/unit/test_start_of_a_coordinator.py",
+    "tests/unit/test_testing_effects.py",
+    "tests/unit/test_testing_pytest.py",
+    "tests/unit/test_timings.py",
+    "tests/unit/test_types.py",
+    "tests/unit/test_what_if_fleet.py",
+    "tests/unit/test_written_whole.py",
+)
+KINDS |= {beginning: KINDS.get(beginning, "long") for beginning in _LONG}
+NOT_MEDIUM = ("slow", "kills", "cluster", "network")
+NOT_QUICK = (*NOT_MEDIUM, "long")
 ON_DISK = ("kills", "cluster", "network")  # all others have their files in memory: helpers/memory.py
 # A writer in memory is so quick that a backup beside it never ends.
 DISK_MODULES = ("tests/contract/test_log_backup.py",)
@@ -54,9 +98,9 @@ def kinds_of(test_id: str) -> set[str]:
     return {kind for beginning, kind in KINDS.items() if test_id.startswith(beginning)}
 
 
-def is_left_out(path: str) -> bool:
-    """Return True if no test of this module is in the quick run, so that it need not be imported."""
-    return bool(kinds_of(path) & set(NOT_QUICK))
+def is_left_out(path: str, kinds: Collection[str]) -> bool:
+    """Return True if all tests of this module are of ``kinds``, so that it need not be imported."""
+    return bool(kinds_of(path) & set(kinds))
 
 
 def place_of(test_id: str) -> int:

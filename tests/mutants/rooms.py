@@ -20,7 +20,7 @@ SIMULATION = "tests/simulation"  # beside the test files, in what was run
 SIMULATION_SEEDS_PROFILED = 20
 # Without pytest's own loader, which would import the SDK, that has a plugin of pytest, past the change.
 PYTEST = (
-    *("-m", "pytest", "--quick", "-q", "-x", "--no-header", "--tb=short", "--assert=plain"),
+    *("-m", "pytest", "--medium", "-q", "-x", "--no-header", "--tb=short", "--assert=plain"),
     *("-pno:xdist", "-pno:cacheprovider", "-otimeout=60", "--hypothesis-seed=0"),
 )
 Function = tuple[str, str]  # the path of a module, and the name of a function as its class has it

@@ -318,7 +318,8 @@ def _row(number: int, time_ns: int) -> tuple[SavedTask, Any]:
     return SavedTask(number, 0, handler.method_id, arguments, None, 0, time_ns, [], []), handler
 
 
-def test_what_is_too_old_is_forgotten(tmp_path: Path) -> None:
+def test_what_is_too_old_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executions, "PRUNE_EACH_S", 0.0)  # the writer commits in as many steps as it has time for
     now_ns, old_ns = time.time_ns(), time.time_ns() - 31 * 86_400 * 10**9
     writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
     for number in range(1, executions.PRUNE_ROWS + 5):

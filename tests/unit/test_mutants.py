@@ -33,7 +33,7 @@ def test_larger():
 """
 CONFTEST = """\
 def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true")
+    parser.addoption("--medium", action="store_true")
 """
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.kinds import DISK_MODULES, KINDS, NOT_QUICK, group_of, is_left_out, kinds_of, place_of
+from tests.helpers.kinds import DISK_MODULES, KINDS, NOT_MEDIUM, NOT_QUICK, group_of, is_left_out, kinds_of, place_of
 from tests.helpers.memory import MEMORY, in_memory
 
 ROOT = Path(__file__).parents[2]
@@ -85,14 +85,14 @@ def test_each_kind_has_tests() -> None:
         ("tests/crash/test_soak.py::test_x", {"kills"}, "tests/crash/test_soak.py::test_x"),
         ("tests/scenarios/test_pipeline_cli.py::test_x", {"kills", "cluster"}, "cluster"),
         ("tests/scenarios/test_pipeline_demo.py::test_x", {"kills", "cluster"}, "cluster"),
-        ("tests/simulation/test_world.py::test_x[1]", set(), "tests/simulation/test_world.py::test_x[1]"),
+        ("tests/simulation/test_world.py::test_x[1]", {"long"}, "tests/simulation/test_world.py::test_x[1]"),
     ],
 )
 def test_kinds_and_groups(test_id: str, kinds: set[str], group: str) -> None:
     assert kinds_of(test_id) == kinds
     assert group_of(test_id) == group
-    assert bool(kinds & set(NOT_QUICK)) is bool(kinds)
-    assert is_left_out(test_id.partition("::")[0]) is bool(kinds)
+    assert is_left_out(test_id.partition("::")[0], NOT_QUICK) is bool(kinds)
+    assert is_left_out(test_id.partition("::")[0], NOT_MEDIUM) is bool(kinds - {"long"})
 
 
 @pytest.mark.skipif(in_memory() is None, reason="this machine has no room in memory for the files of tests")
