@@ -50,13 +50,9 @@ def routes() -> list[Route]:
 
 def travel(request: Request) -> Response:
     """Show the moment that ``at`` names, else the newest one."""
-    return _travel(request, place_of(request))
-
-
-def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "", status: int = 200) -> Response:
     site, settings = site_of(request), settings_of(request)
-    path = text_of(request, "path")
-    moment, problem, record, note = None, "", None, ""
+    at, path = place_of(request), text_of(request, "path")
+    moment, problem, record, note, status = None, "", None, "", 200
     try:
         overview = _ask(site, settings, "overview", **({} if at is None else {"record": at[0]}))
         note = site.travel.code_of(settings.name, at[0] if at else None).note
@@ -87,9 +83,7 @@ def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "",
         problem=problem,
         note=note,
         at=at or (overview["last"], 0),
-        said=said,
         notes=site.notes.of(settings.name),
-        fields={"handler": "", "expression": ""},
     )
 
 
@@ -169,8 +163,7 @@ def watch(request: Request) -> Response:
         render(
             "_watched.html",
             name=settings.name,
-            path=path,
-            svg=chart(settings.name, path, points),
+            svg=chart(path, points),
             changes=changes[-100:],
             found=found,
             first=begin,

@@ -248,7 +248,7 @@ def test_why_of_a_hostile_value_and_of_none(shown: Browser) -> None:
     page.locator(".why").wait_for()
     assert "<script>alert(1)</script>" in page.locator("h2").inner_text()
     page.locator("h2").get_by_role("link").click()
-    page.get_by_role("link", name="Why is it so?").wait_for()
+    page.get_by_role("link", name="Why?").wait_for()
     for path, problem in (("nothing", "has no value at nothing"), ("sold", "")):
         status, text, _ = shown.server.ask(f"/i/till/travel/why?at=4:0&path={path}")
         assert (status, problem in unescape(text)) == (422 if problem else 200, True)
