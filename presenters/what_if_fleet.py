@@ -1,12 +1,14 @@
-"""HTML page of the outcome of a fleet's what-if."""
+"""HTML page of the outcome of a fleet's what-if, and its parts as plain values."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from immortal.pipeline.report.pages import SERIES_MAX, Part, bars, over_time, page
-from immortal.replay.fleet.outcome import HOUR_NS, KINDS, FleetOutcome, Hour, value_text
+from immortal.pipeline.report.pages import ROWS_MAX, SERIES_MAX, Part, bars, over_time, page
+from immortal.protocol.safe_output import printable
+from immortal.replay.fleet.outcome import HOUR_NS, KINDS, Consequence, FleetOutcome, Hour, value_text
 from immortal.replay.fleet.report import check_lines, seed_lines, service_rows
 
 _TEXTS = [
@@ -18,13 +20,38 @@ _TEXTS = [
 def fleet_page(outcome: FleetOutcome, changes: Mapping[str, str]) -> str:
     """Return the page as HTML. ``changes``: the class that was tried, by service. The outcome needs details."""
     title = ", ".join(f"{name} = {app}" for name, app in changes.items())
+    return page(f"What if {title}?", _about(outcome), _parts(outcome), _TEXTS)
+
+
+def fleet_report(outcome: FleetOutcome) -> dict[str, Any]:
+    """Return the page as plain values, for another page. The outcome needs details."""
+    parts = [
+        {
+            **part._asdict(),
+            "lines": list(map(printable, part.lines)),
+            "rows": [list(map(printable, row)) for row in part.rows[:ROWS_MAX]],
+            "more": len(part.rows[ROWS_MAX:]),
+            "tree": list(map(_node, part.tree)),
+        }
+        for part in _parts(outcome)
+    ]
+    return {"same": not outcome.is_different, "verdict": _about(outcome), "parts": parts, "texts": _TEXTS}
+
+
+def _node(one: Consequence) -> dict[str, Any]:
+    return {"text": printable(one.text), "then": list(map(_node, one.then))}
+
+
+def _about(outcome: FleetOutcome) -> str:
     equal = ", ".join(outcome.equal_services)
-    about = f"{'Different' if outcome.is_different else 'No difference'}. Proved equal, and not run: {equal or 'none'}."
-    parts = [part for part in _parts(outcome) if part.rows or part.lines or part.tree]
-    return page(f"What if {title}?", about, parts, _TEXTS)
+    return f"{'Different' if outcome.is_different else 'No difference'}. Proved equal, and not run: {equal or 'none'}."
 
 
-def _parts(outcome: FleetOutcome) -> Iterator[Part]:
+def _parts(outcome: FleetOutcome) -> list[Part]:
+    return [part for part in _all_parts(outcome) if part.rows or part.lines or part.tree]
+
+
+def _all_parts(outcome: FleetOutcome) -> Iterator[Part]:
     services, clients, seeds = outcome.services, outcome.client_answers, outcome.seeds
     yield Part("Services", "", *service_rows(outcome))
     yield Part("The check", lines=list(check_lines(outcome)))

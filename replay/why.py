@@ -4,16 +4,19 @@ input from outside. All of it is found by replay, since no log says which messag
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 from msgspec import Struct, convert, field
 
-from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.open import log_exists
+from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.record_contents import DecodedMessage, first_record_at, read_record
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.errors import ImmortalError
@@ -51,9 +54,17 @@ class Step(Struct):
     note: str = ""
     causes: list[Step] = field(default_factory=list)
 
-    def lines(self, indent: str = "", *, is_alone: bool = True) -> Iterator[str]:
-        """Yield the step and its causes as text, the newest first. ``is_alone``: there is no other cause beside it, so
-        its only cause is not indented."""
+    def walk(self, depth: int = 0, *, is_alone: bool = True) -> Iterator[tuple[int, Step]]:
+        """Yield the step and its causes, each with its depth, the newest first. ``is_alone``: there is no other cause
+        beside it, so its only cause is no deeper."""
+        yield depth, self
+        is_only = len(self.causes) == 1
+        for cause in self.causes:
+            yield from cause.walk(depth if is_only and is_alone else depth + 1, is_alone=is_only)
+
+    def lines(self, depth: int) -> Iterator[str]:
+        """Yield the step alone as text."""
+        indent = "  " * depth
         role = {"sent": "<- ", "had": "<- having had ", "began": "<- begun by "}.get(self.role, "")
         name = self.instance if self.record is None else f"{self.instance} {self.record}:{self.message}"
         yield indent + role + "  ".join(filter(None, (name, self.time, self.call)))
@@ -66,9 +77,6 @@ class Step(Struct):
             yield f"{indent}     {self.note}"
         if self.outside:
             yield f"{indent}     from outside: {self.outside}"
-        for cause in self.causes:
-            is_only = len(self.causes) == 1
-            yield from cause.lines(indent if is_only and is_alone else f"{indent}  ", is_alone=is_only)
 
 
 class Explanation(Struct):
@@ -81,7 +89,8 @@ class Explanation(Struct):
 
     def lines(self) -> Iterator[str]:
         yield f"{self.step.instance}: {self.path} is {self.value}, and was {self.before} before this:"
-        yield from self.step.lines()
+        for depth, step in self.step.walk():
+            yield from step.lines(depth)
 
 
 class Input(Struct):
@@ -141,12 +150,15 @@ class Minimal(Struct):
 class Explainer:
     """Search for the causes of one value in the logs of a registry. It answers one question.
 
-    ``steps_max``: maximum of messages that it follows.
+    ``steps_max``, ``limit_s``: it follows so many messages at most, and begins no more of them after that time.
     """
 
-    def __init__(self, registry: Registry, sessions: Sessions, steps_max: int = STEPS_MAX) -> None:
+    def __init__(
+        self, registry: Registry, sessions: Sessions, steps_max: int = STEPS_MAX, limit_s: float = inf
+    ) -> None:
         self._registry = registry
         self._sessions = sessions
+        self._until_s = time.monotonic() + limit_s
         self._steps_left = steps_max
         self._seen: set[tuple[str, int | None, int | None]] = set()
 
@@ -156,7 +168,7 @@ class Explainer:
         Raises ReplayError if no message of the log set the value; raises the errors of a replay.
         """
         if record is None:
-            with own_logs.open_reader(self._settings(name), check=False) as reader:
+            with self._reader(name) as reader:
                 record = reader.last_sequence_id()
             if record < 0:
                 raise ReplayError(f"the log of {name} has no record yet")
@@ -238,6 +250,8 @@ class Explainer:
             step.note = "as above"
         elif not self._steps_left:
             step.note = "not followed further: --steps is the limit"
+        elif time.monotonic() > self._until_s:
+            step.note = "not followed further: there was no more time"
         else:
             self._steps_left -= 1
             self._seen.add(key)
@@ -271,18 +285,20 @@ class Explainer:
 
     # --- the logs -----------------------------------------------------------------------------------------------------
 
-    def _settings(self, name: str) -> InstanceSettings:
-        """Return the settings of an instance. Raises RegistryError, ReplayError if its log is not here."""
+    @contextmanager
+    def _reader(self, name: str) -> Iterator[LogReader]:
+        """Open the log of an instance. Raises RegistryError, ReplayError if it is not here."""
         settings = self._registry.load(name)
         if not log_exists(settings.log):
             raise ReplayError(f"the log of {name} is not here")
-        return settings
+        with self._sessions.locked(settings), own_logs.open_reader(settings, check=False) as reader:
+            yield reader
 
     def _message(self, name: str, record: int | None, index: int | None) -> tuple[DecodedMessage, str]:
         """Return a message and the time of its record. Raises ReplayError."""
         assert record is not None
         assert index is not None
-        with own_logs.open_reader(self._settings(name), check=False) as reader:
+        with self._reader(name) as reader:
             for logged in reader.records(record, record):
                 committer_id = reader.identity.committer_id
                 found = logged.problem or read_record(logged.value, record, committer_id, whole=True)
@@ -293,7 +309,7 @@ class Explainer:
 
     def _record_then(self, name: str, time_ns: int) -> int:
         """Return the last record of that time or before. It is a guess, since clocks differ."""
-        with own_logs.open_reader(self._settings(name), check=False) as reader:
+        with self._reader(name) as reader:
             return max(first_record_at(reader, time_ns + 1) - 1, 0)
 
 

@@ -99,7 +99,7 @@ def _view(site: Site, settings: InstanceSettings) -> Values:
     return {
         "row": row,
         "settings": settings,
-        "streams": _streams(row.status, _peers(settings) if runs else {}),
+        "streams": _streams(row.status, _told(settings, "peers").get("peers", {}) if runs else {}),
         "handlers": waiting.handlers,
         "kinds": Counter(kind for one in waiting.handlers for kind in one["kinds"]),
         "handlers_count": waiting.count,
@@ -107,7 +107,7 @@ def _view(site: Site, settings: InstanceSettings) -> Values:
         "schedules": waiting.schedules,
         "letters": row.status.get("letters") or {},
         "clients": row.status.get("clients") or {},
-        "callers": _clients(settings) if runs else [],
+        "callers": _told(settings, "clients").get("clients", []) if runs else [],
         "failed": _failed(site, settings),
         "verdicts": {kind: count for kind, count in (row.status.get("verdicts") or {}).items() if count},
     }
@@ -160,20 +160,12 @@ def _streams(status: Values, peers: Values) -> list[Values]:
     return found
 
 
-def _peers(settings: InstanceSettings) -> Values:
+def _told(settings: InstanceSettings, what: str) -> Values:
+    """Return what an instance that runs tells; {} if it does not."""
     try:
-        peers: Values = control.query(settings.folder, "peers", ASK_S).get("peers", {})
+        return control.query(settings.folder, what, ASK_S)
     except ControlError:
         return {}
-    return peers
-
-
-def _clients(settings: InstanceSettings) -> list[Values]:
-    try:
-        clients: list[Values] = control.query(settings.folder, "clients", ASK_S).get("clients", [])
-    except ControlError:
-        return []
-    return clients
 
 
 class _Waiting(Struct, frozen=True):

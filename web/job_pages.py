@@ -1,12 +1,14 @@
-"""Pages of what-ifs and SQL queries, which run as jobs."""
+"""Pages of what-ifs, of an instance and of the fleet, and SQL queries, which run as jobs."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
 from urllib.parse import quote
 
 from anyio import to_thread
+from msgspec import convert
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -14,10 +16,12 @@ from starlette.routing import Route
 
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.config.values import check_app
+from immortal.protocol.distribution import add_extra
+from immortal.protocol.errors import ImmortalError
 from immortal.web import WebError
-from immortal.web.jobs import Found, Order, SqlOrder
+from immortal.web.orders import EFFECTS, FleetOrder, Found, Order, SqlOrder
 from immortal.web.rendering import page, render
-from immortal.web.site import Site, form_of, instance_page, place_in, settings_of, site_of, stream
+from immortal.web.site import Site, form_of, instance_page, place_in, settings_of, site_of, stream, text_of
 
 
 def routes() -> list[Route]:
@@ -27,6 +31,12 @@ def routes() -> list[Route]:
         Route("/i/{name}/what-if/{id}", result),
         Route("/i/{name}/what-if/{id}/cancel", cancel, methods=["POST"]),
         Route("/live/i/{name}/what-if/{id}", result_live),
+        Route("/what-if", what_if_fleet),
+        Route("/what-if", start_fleet, methods=["POST"]),
+        Route("/what-if/{id}", result),
+        Route("/what-if/{id}/cancel", cancel, methods=["POST"]),
+        Route("/what-if/{id}/{number:int}.svg", picture),
+        Route("/live/what-if/{id}", result_live),
         Route("/sql", sql),
         Route("/sql", ask, methods=["POST"]),
     ]
@@ -62,7 +72,46 @@ async def start(request: Request) -> Response:
             form.get("code", "").strip(),
         )
     )
-    return RedirectResponse(f"/i/{quote(settings.name)}/what-if/{job.id}", 303)
+    return RedirectResponse(f"{_base(settings.name)}/{job.id}", 303)
+
+
+def what_if_fleet(request: Request) -> Response:
+    """Show the form, filled as for the what-if whose ID is ``like``."""
+    site, like = site_of(request), text_of(request, "like")
+    order = site.jobs.job("", like).order.fleet if like else None
+    return _fleet_form(site, order or FleetOrder())
+
+
+async def start_fleet(request: Request) -> Response:
+    site, form = site_of(request), await form_of(request)
+    order = convert({name: text.strip() for name, text in form.items()}, FleetOrder)
+    return await to_thread.run_sync(lambda: _started(site, order))
+
+
+def _started(site: Site, order: FleetOrder) -> Response:
+    try:
+        order.arguments(site.registry)
+        if find_spec("matplotlib") is None:
+            raise WebError(f"its charts need matplotlib: {add_extra('spark')}")
+        job = site.jobs.start(Order(str(site.registry.home), fleet=order))
+    except (ImmortalError, OSError) as error:
+        return _fleet_form(site, order, str(error))
+    return RedirectResponse(f"{_base('')}/{job.id}", 303)
+
+
+def _fleet_form(site: Site, order: FleetOrder, problem: str = "") -> Response:
+    names, jobs = site.registry.names(), site.jobs.of("")
+    shown: dict[str, Any] = {"order": order, "problem": problem, "names": names, "effects": EFFECTS, "jobs": jobs}
+    return page("what_if_fleet.html", site=site, **shown)
+
+
+def picture(request: Request) -> Response:
+    """Send a chart. It is a file of its own since the page's policy forbids the styles in it."""
+    report = site_of(request).jobs.job("", request.path_params["id"]).report
+    parts, number = report["parts"] if report else [], request.path_params["number"]
+    if not (number < len(parts) and parts[number]["chart"]):
+        raise WebError("there is no such chart", 404)
+    return Response(parts[number]["chart"], media_type="image/svg+xml")
 
 
 def _app(text: str, what: str) -> str:
@@ -77,27 +126,32 @@ def _number(text: str, name: str) -> int | None:
     return place_in(text.strip(), name)[0] if text.strip() else None
 
 
+# The result of a what-if; its instance's name is "" for the fleet.
+
+
+def _base(name: str) -> str:
+    return f"/i/{quote(name)}/what-if" if name else "/what-if"
+
+
+def _job_values(request: Request) -> dict[str, Any]:
+    site, name = site_of(request), request.path_params.get("name", "")
+    job = site.jobs.job(name, request.path_params["id"])
+    return {"site": site, "name": name, "base": _base(name), "job": job}
+
+
 def result(request: Request) -> Response:
-    settings_of(request)
-    job = site_of(request).jobs.job(request.path_params["id"])
-    return instance_page(request, "what_if_result.html", "what-if", job=job)
+    return page("what_if_result.html", tab="what-if", **_job_values(request))
 
 
 def result_live(request: Request) -> EventSourceResponse:
-    site, settings = site_of(request), settings_of(request)
-
-    def look() -> Iterator[tuple[str, str]]:
-        job = site.jobs.job(request.path_params["id"])
-        yield "job", render("_what_if.html", site=site, name=settings.name, job=job)
-
-    return stream(request, look)
+    return stream(request, lambda: [("job", render("_what_if.html", **_job_values(request)))])
 
 
 async def cancel(request: Request) -> Response:
-    site, settings = site_of(request), settings_of(request)
     await form_of(request)
-    site.jobs.cancel(request.path_params["id"])
-    return RedirectResponse(f"/i/{quote(settings.name)}/what-if/{request.path_params['id']}", 303)
+    found = _job_values(request)
+    found["site"].jobs.cancel(found["job"].id)
+    return RedirectResponse(f"{found['base']}/{found['job'].id}", 303)
 
 
 # SQL over the logs and states of all instances: the output of `immortal sql`, as a page.

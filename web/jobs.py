@@ -5,36 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import resource
 import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from immortal.coordinator.config import write_atomically
-from immortal.coordinator.core.output.output_check import OutputDivergenceError
-from immortal.coordinator.instances import own_logs
-from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log.identity import Time, parse_moment
-from immortal.pipeline.sql.opening import open_sql, wrong_query
-from immortal.presenters.records import cell
-from immortal.presenters.what_if import Report
 from immortal.protocol import decoding
-from immortal.protocol.errors import ImmortalError
 from immortal.protocol.files import make_folder
-from immortal.replay import OWN_VERSION, AppCommand
-from immortal.replay.app_process import OwnCode, own_code_at_end
-from immortal.replay.comparison import Side
-from immortal.replay.what_if import plan_what_if, run_what_if, try_upgrade
 from immortal.web import WebError
+from immortal.web.orders import Found, Order, SqlOrder
 
 WHAT_IFS_MAX = 2  # at once; each runs two apps
 KEPT_MAX = 200
@@ -46,7 +32,8 @@ _ID = re.compile(r"[0-9a-f]{12}")
 
 
 class Job(msgspec.Struct):
-    """Job of a what-if. ``state``: running, done, failed, cancelled. ``report``: as of `immortal what-if --json`."""
+    """Job of a what-if. ``state``: running, done, failed, cancelled. ``report``: as of `immortal what-if --json`; for
+    the fleet as of :func:`immortal.presenters.what_if_fleet.fleet_report`."""
 
     id: str
     order: Order
@@ -72,14 +59,20 @@ class Jobs:
         with self._lock:
             if len(self._running) >= WHAT_IFS_MAX:
                 raise WebError(f"{WHAT_IFS_MAX} what-ifs run already: wait for one of them, or cancel it", 409)
-            process = _start("what-if", subprocess.DEVNULL)
+            process = _start("what-if" if order.fleet is None else "fleet", subprocess.DEVNULL)
             self._running[job.id] = job, process
         self._keep(job)
         threading.Thread(target=self._follow, args=(job, process), name=f"what-if {job.id}", daemon=True).start()
         return job
 
-    def job(self, job_id: str) -> Job:
-        """Return the what-if of an ID. Raises WebError if there is none."""
+    def job(self, name: str, job_id: str) -> Job:
+        """Return a what-if of an instance, or of the fleet ("") by its ID. Raises WebError if there is none."""
+        job = self._job(job_id)
+        if job.order.name != name:
+            raise WebError(f"there is no what-if {job_id} here", 404)
+        return job
+
+    def _job(self, job_id: str) -> Job:
         with self._lock:
             if job_id in self._running:
                 return self._running[job_id][0]
@@ -96,11 +89,11 @@ class Jobs:
         return job
 
     def of(self, name: str) -> list[Job]:
-        """Return the last what-ifs of an instance, the newest first."""
+        """Return the last what-ifs of an instance, or of the fleet (""), the newest first."""
         found = []
         for path in self._paths():
             try:
-                job = self.job(path.stem)
+                job = self._job(path.stem)
             except WebError:
                 continue  # removed just now, or damaged
             if job.order.name == name:
@@ -216,13 +209,13 @@ class SqlJobs:
 
 
 def _start(what: str, stderr: int) -> subprocess.Popen[bytes]:
-    """Start :func:`main` in a process with a session of its own, so that all its children can be killed with it."""
+    """Start :mod:`immortal.web.orders` in a session of its own, so that all its children can be killed with it."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "immortal.web.jobs", what],
+        [sys.executable, "-P", "-m", "immortal.web.orders", what],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
-        env={**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
+        env={**os.environ, "PYTHONHASHSEED": "0" if what == "fleet" else os.environ.get("PYTHONHASHSEED", "0")},
         start_new_session=True,
     )
 
@@ -231,155 +224,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-# ``python -m immortal.web.jobs what-if|sql``: one what-if or one query, in a process of its own.
-#
-# Its order is JSON on stdin. A what-if writes lines of JSON with its progress, {"progress": [DONE, TOTAL]}. The last
-# line is the result: {"report": {...}} of a what-if, {"found": {...}} of a query, or {"error": TEXT}.
-
-
-PROGRESS_S = 0.2
-ROWS_SHOWN_MAX = 500
-CELL_CHARACTERS_MAX = 300
-MEMORY_MB = 2048  # of the process of a query; the query itself can have half of it
-
-Say = Callable[[dict[str, Any]], None]
-
-
-class Order(msgspec.Struct, frozen=True):
-    """Order of a what-if. ``old_app`` "": the app that made the log. ``code``: a folder or a wheel with the new class.
-    ``checkpoint_id``, ``last`` None: the oldest, the newest."""
-
-    home: str
-    name: str
-    new_app: str
-    old_app: str = ""
-    checkpoint_id: int | None = None
-    last: int | None = None
-    upgrade: bool = False
-    code: str = ""
-    limit: int = 100
-
-
-def run_what_if_order(order: Order, progress: Any) -> dict[str, Any]:
-    """Run a what-if; return the values of `immortal what-if --json`, with its text. Raises ImmortalError."""
-    registry = Registry(order.home)
-    settings = registry.load(order.name)
-    with own_logs.open_reader(settings) as reader, tempfile.TemporaryDirectory(prefix="immortal-") as folder:
-        route = plan_what_if(reader, checkpoint_id=order.checkpoint_id, last_sequence_id=order.last)
-        old = OwnCode(order.old_app) if order.old_app else own_code_at_end(settings, reader.summary(), route)
-        apps = {
-            Side.OLD: AppCommand.of(old.app, settings=settings, code=old.archive),
-            Side.NEW: AppCommand.of(order.new_app, settings=settings, code=Path(order.code) if order.code else None),
-        }
-        blob_paths = {side: Path(folder, side.value) for side in Side}
-        outcome = run_what_if(
-            reader,
-            route,
-            apps,
-            upgrade_to=OWN_VERSION if order.upgrade else None,
-            limit=order.limit,
-            blob_paths=blob_paths,
-            progress=progress,
-        )
-        if order.upgrade and order.checkpoint_id is None and not outcome.upgrade_error:
-            outcome.upgrade_now_error = try_upgrade(reader, route, apps[Side.NEW], OWN_VERSION)
-        report = Report(order.name, apps, outcome, reader, order.limit, blob_paths)
-        lines = list(report.lines())
-        return {**report.values(), "verdict": lines[-1], "lines": lines, "warnings": report.warnings}
-
-
-class SqlOrder(msgspec.Struct, frozen=True):
-    """Order of an SQL query. ``at`` "": now. ``names`` (): all instances that have a log."""
-
-    home: str
-    query: str
-    at: str = ""
-    names: tuple[str, ...] = ()
-
-
-class Found(msgspec.Struct):
-    """Result of an SQL query. ``cuts``: (instance, its last record that was shown)."""
-
-    columns: list[str]
-    rows: list[list[str]]
-    has_more: bool
-    cuts: list[tuple[str, int]]
-
-
-def run_query(order: SqlOrder) -> Found:
-    """Run an SQL query and return its result. Raises ImmortalError."""
-    at: int | Time | None = parse_moment(order.at) if order.at else None
-    with open_sql(Registry(order.home), order.names, at, order.query) as database:
-        import duckdb
-
-        database.seal(MEMORY_MB // 2)
-        try:
-            statements = database.connection.extract_statements(order.query)
-            if [one.type for one in statements] != [duckdb.StatementType.SELECT]:
-                raise WebError("one query that only reads was expected, such as select ... from ...")
-            made = database.run(order.query)
-            rows = made.fetchmany(ROWS_SHOWN_MAX + 1)
-        except duckdb.Error as error:
-            raise wrong_query(error) from None
-        return Found(
-            [_clipped(name) for name in made.columns],
-            [[_clipped(cell(value)) for value in row] for row in rows[:ROWS_SHOWN_MAX]],
-            len(rows) > ROWS_SHOWN_MAX,
-            [(name, cut.last) for name, cut in database.cuts.items()],
-        )
-
-
-def _clipped(text: str) -> str:
-    """Clip a text and replace what JSON can't carry, such as half a surrogate pair."""
-    shown = text if len(text) <= CELL_CHARACTERS_MAX else f"{text[: CELL_CHARACTERS_MAX - 1]}…"
-    return shown.encode("utf-8", "replace").decode()
-
-
-def main(what: str) -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # users' classes may print
-
-    def say(answer: dict[str, Any]) -> None:
-        answers.write(msgspec.json.encode(answer) + b"\n")
-        answers.flush()
-
-    order = sys.stdin.buffer.read()
-    if what == "sql":
-        _answer_query(decoding.decode_json(order, type=SqlOrder), say)
-    else:
-        _answer_what_if(decoding.decode_json(order, type=Order), say)
-
-
-def _answer_what_if(order: Order, say: Say) -> None:
-    said_s = 0.0
-
-    def progress(done: int, total: int | None) -> None:
-        nonlocal said_s
-        if time.monotonic() - said_s >= PROGRESS_S:
-            said_s = time.monotonic()
-            say({"progress": [done, total]})
-
-    try:
-        say({"report": run_what_if_order(order, progress)})
-    except OutputDivergenceError as error:
-        text = f"{error}\nThe old code does not do again what it did, so there is nothing to compare with: give the one"
-        say({"error": f"{text} that made this log, or see 'immortal verify {order.name}'"})
-    except ImmortalError as error:
-        say({"error": str(error)})
-
-
-def _answer_query(order: SqlOrder, say: Say) -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_MB << 20, MEMORY_MB << 20))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        say({"found": run_query(order)})
-    except MemoryError:
-        say({"error": f"it needs more than {MEMORY_MB} MiB of memory"})
-    except (ImmortalError, OSError) as error:
-        say({"error": str(error)})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -84,9 +84,6 @@ class Wanted(Struct, frozen=True):
     def is_all(self) -> bool:
         return self == Wanted()
 
-    def filter(self) -> Filter:
-        return Filter(self)
-
 
 class Filter:
     def __init__(self, wanted: Wanted) -> None:
@@ -189,7 +186,7 @@ def format_source(message: Message) -> str:
 def page_from(reader: LogReader, methods: Methods, wanted: Wanted, at: At, limit: int) -> Page:
     """Return a page of the first ``limit`` wanted messages from ``at`` on."""
     first, last = reader.ends()
-    takes, found = wanted.filter().takes, list[Message]()
+    takes, found = Filter(wanted).takes, list[Message]()
     end_s, looked_to, is_cut = time.monotonic() + SCAN_S, at[0], False
     newer: At | None = None
     for message in _messages(reader, methods, max(at[0], first), last):
@@ -212,7 +209,7 @@ def page_before(reader: LogReader, methods: Methods, wanted: Wanted, at: At | No
     """Return a page of the last ``limit`` wanted messages before ``at`` (None: before the end), the oldest first."""
     first, last = reader.ends()
     end = (last + 1, 0) if at is None else min(at, (last + 1, 0))
-    takes, found = wanted.filter().takes, list[Message]()
+    takes, found = Filter(wanted).takes, list[Message]()
     end_s, count, upper = time.monotonic() + SCAN_S, BACK_RECORDS, end[0] if end[1] else end[0] - 1
     lower, is_cut = upper + 1, False
     while lower > first and len(found) < limit:
@@ -265,48 +262,28 @@ def find_position(reader: LogReader, source: str, position: int) -> At | None:
     low, high = reader.ends()
     while low <= high:
         middle = (low + high) // 2
-        found = _next_batch(reader, source, middle, min(high, middle + FIND_RECORDS_MAX))
-        if found is None:
+        found = next(_batches(reader, source, middle, min(high, middle + FIND_RECORDS_MAX)), None)
+        if found is None or position < found[1].first_position:
             high = middle - 1
             continue
-        record, first = found
-        if position < first:
-            high = middle - 1
-            continue
-        inside = _within(reader, source, record, position)
-        if inside is not None:
-            return record, inside
+        record = found[0]
+        for _, batch, index in _batches(reader, source, record, record):
+            if batch.first_position <= position <= batch.last_position:
+                return record, index + position - batch.first_position
         low = record + 1
     return None
 
 
-def _within(reader: LogReader, source: str, record: int, position: int) -> int | None:
-    for _, batch, index in _batches(reader, record, record):
-        if _is_of(batch, source) and batch.first_position <= position <= batch.last_position:
-            return index + position - batch.first_position
-    return None
-
-
-def _is_of(batch: BatchSource, source: str) -> bool:
-    return batch.name == source and batch.kind in (BatchKind.STREAM, BatchKind.CLIENT)
-
-
-def _batches(reader: LogReader, first: int, last: int) -> Iterator[tuple[int, BatchSource, int]]:
+def _batches(reader: LogReader, source: str, first: int, last: int) -> Iterator[tuple[int, BatchSource, int]]:
+    """Yield the batches of a stream, each with its record and the index of its first message there."""
     for logged in reader.records(first, last):
         if logged.problem is not None:
             continue
         index = 0
         for batch in verify_value(logged.value, logged.sequence_id, reader.identity.committer_id)[1].batches:
-            yield logged.sequence_id, batch, index
+            if batch.name == source and batch.kind in (BatchKind.STREAM, BatchKind.CLIENT):
+                yield logged.sequence_id, batch, index
             index += batch.count
-
-
-def _next_batch(reader: LogReader, source: str, first: int, last: int) -> tuple[int, int] | None:
-    """Return the first record with a batch of the stream, and the batch's first position; None if there is none."""
-    for record, batch, _ in _batches(reader, first, last):
-        if _is_of(batch, source):
-            return record, batch.first_position
-    return None
 
 
 # --- times -----------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def timeline_lanes(logs: Logs, load: Callable[[str], InstanceSettings], asked: R
     """Return each lane: {"name", "records", "all", "counts", "messages"}, without messages if they are too many, or
     {"name", "problem"}. ``all``: True if the log has any record at all."""
     numbers = {name: number for number, name in enumerate(asked.lanes)}
-    wanted = asked.wanted.filter()
+    wanted = Filter(asked.wanted)
     left: int | None = MESSAGES_MAX  # None: too many, and then no lane shows single ones
     answer: list[dict[str, Any]] = []
     for name in asked.lanes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping
 from itertools import accumulate
@@ -15,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.log.identity import Time, parse_moment
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.timings import FOLDER_NAME
@@ -27,7 +27,6 @@ from immortal.web.site import Site, checked_pattern, instance_page, number_of, p
 LIMIT = 100
 SHOWN_CHARACTERS_MAX = 20_000  # characters of the arguments that a page shows; a link leads to all of them
 LINE_CHARACTERS = 100  # characters up to which values stay on one line
-_DATE = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?Z?")
 
 
 def routes() -> list[Route]:
@@ -53,11 +52,8 @@ def messages(request: Request) -> Response:
     elif not error:
         found = log_search.page_of(site.logs, settings, wanted, at, limit, back=back)
     _, note = site.logs.methods(settings)
-    kept = {
-        key: value
-        for key in ("method", "re", "size", "latency", "limit")
-        if (value := request.query_params.get(key, ""))
-    }
+    filters = _filters(request)
+    kept = {key: value for key, value in (*filters.items(), ("limit", text_of(request, "limit"))) if value}
 
     def link(**place: str) -> str:
         return f"/i/{settings.name}/messages?{urlencode({**kept, **place})}"
@@ -71,12 +67,16 @@ def messages(request: Request) -> Response:
         error=error,
         note=note,
         source=format_source,
-        filters={key: request.query_params.get(key, "") for key in ("method", "re", "size", "latency")},
+        filters=filters,
         older=link(before=_text(found.older)) if found and found.older else "",
         newer=link(at=_text(found.newer)) if found and found.newer else "",
         oldest=link(at="0"),
         newest=link(),
     )
+
+
+def _filters(request: Request) -> dict[str, str]:
+    return {key: request.query_params.get(key, "") for key in ("method", "re", "size", "latency")}
 
 
 def _text(at: At) -> str:
@@ -108,21 +108,12 @@ def _start_place(request: Request, site: Site, settings: InstanceSettings) -> tu
         return (record, index or 0), True
     if not at:
         return None, True
-    if _DATE.fullmatch(at):
-        time_ns = _time_ns(at)
+    moment = at if ":" in at and "-" not in at else parse_moment(at)
+    if isinstance(moment, Time):
         with site.logs.reader(settings) as reader:
-            return (Times(reader).first_from(time_ns), 0), False
+            return (Times(reader).first_from(moment.ns), 0), False
     record, index = place_in(at)
     return (record, index or 0), False
-
-
-def _time_ns(text: str) -> int:
-    from datetime import UTC, datetime
-
-    try:
-        return int(datetime.fromisoformat(text.rstrip("Z").replace(" ", "T")).replace(tzinfo=UTC).timestamp() * 1e9)
-    except (ValueError, OverflowError):
-        raise WebError(f"at={text!r}: a time such as 2026-11-23 16:30:00 was expected, in UTC") from None
 
 
 # --- one message -----------------------------------------------------------------------------------------------------
@@ -254,7 +245,6 @@ def shown(request: Request) -> Response:
     if around_ns is not None and span is not None:
         middle = max(0, around_ns - span[0]) // US
         view = max(0, middle - AROUND_US), middle + AROUND_US
-    fields = {key: request.query_params.get(key, "") for key in ("method", "re", "size", "latency")}
     return instance_page(
         request,
         "timeline.html",
@@ -262,7 +252,7 @@ def shown(request: Request) -> Response:
         lanes=lanes,
         names=site.registry.names()[: LANES_MAX * 4],
         span=span,
-        filters=fields,
+        filters=_filters(request),
         view=view,
     )
 

@@ -103,7 +103,7 @@ def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
 WIDTH, HEIGHT, LEFT, TOP = 960, 200, 8, 8
 
 
-def chart(name: str, path: str, points: Sequence[Sequence[Any]]) -> str:
+def chart(path: str, points: Sequence[Sequence[Any]]) -> str:
     """Return an SVG chart of ``points``, each [record, text, number or null]; "" for fewer than two numbers."""
     numbers = [(record, number) for record, _, number in points if number is not None]
     if len(numbers) < 2:
@@ -122,7 +122,6 @@ def chart(name: str, path: str, points: Sequence[Sequence[Any]]) -> str:
     line += "".join(f"H{x(record)}V{y(number)}" for record, number in numbers[1:])
     return render(
         "_chart.html",
-        name=name,
         path=path,
         line=line,
         low=low,

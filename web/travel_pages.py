@@ -6,6 +6,7 @@ one of our pages, and never from a URL: a link that somebody sends runs nothing 
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from anyio import to_thread
@@ -19,6 +20,7 @@ from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.errors import ImmortalError
 from immortal.replay import ReplayError
 from immortal.replay.trace.spans import moment_path
+from immortal.replay.why import Explainer
 from immortal.web import WebError
 from immortal.web.log_messages import find_position, format_source, message_at
 from immortal.web.rendering import chart, render
@@ -26,6 +28,7 @@ from immortal.web.site import Site, form_of, instance_page, number_of, place_in,
 
 LINKED_MAX = 20  # messages made by one message that are searched for in other logs
 WATCH_RECORDS = 2000
+WHY_S = 20.0  # then no more messages are followed
 
 Values = dict[str, Any]
 
@@ -37,6 +40,7 @@ def routes() -> list[Route]:
         Route("/i/{name}/travel/evaluate", evaluate, methods=["POST"]),
         Route("/i/{name}/travel/changed", changed),
         Route("/i/{name}/travel/watch", watch),
+        Route("/i/{name}/travel/why", why),
         Route("/i/{name}/travel/note", note, methods=["POST"]),
         Route("/i/{name}/travel/again", again, methods=["POST"]),
         Route("/i/{name}/m/{record:int}/{index:int}/replayed", replayed),
@@ -46,13 +50,9 @@ def routes() -> list[Route]:
 
 def travel(request: Request) -> Response:
     """Show the moment that ``at`` names, else the newest one."""
-    return _travel(request, place_of(request))
-
-
-def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "", status: int = 200) -> Response:
     site, settings = site_of(request), settings_of(request)
-    path = text_of(request, "path")
-    moment, problem, record, note = None, "", None, ""
+    at, path = place_of(request), text_of(request, "path")
+    moment, problem, record, note, status = None, "", None, "", 200
     try:
         overview = _ask(site, settings, "overview", **({} if at is None else {"record": at[0]}))
         note = site.travel.code_of(settings.name, at[0] if at else None).note
@@ -83,9 +83,7 @@ def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "",
         problem=problem,
         note=note,
         at=at or (overview["last"], 0),
-        said=said,
         notes=site.notes.of(settings.name),
-        fields={"handler": "", "expression": ""},
     )
 
 
@@ -165,13 +163,42 @@ def watch(request: Request) -> Response:
         render(
             "_watched.html",
             name=settings.name,
-            path=path,
-            svg=chart(settings.name, path, points),
+            svg=chart(path, points),
             changes=changes[-100:],
             found=found,
             first=begin,
             last=points[-1][0],
         )
+    )
+
+
+def why(request: Request) -> Response:
+    """Show the chain of messages that gave a value what it is; if asked for, the fewest inputs that give it."""
+    site, settings = site_of(request), settings_of(request)
+    record, index = _at(request)
+    path, minimal = text_of(request, "path"), bool(text_of(request, "minimal"))
+    explainer = Explainer(site.registry, site.travel, limit_s=WHY_S)
+    found, fewest, test, problem = None, None, "", ""
+    try:
+        found = explainer.explain(settings.name, path, record, index)
+        if minimal:
+            fewest = explainer.minimal(found)
+            test = fewest.test_source()
+    except ReplayError as error:
+        problem = str(error)
+    command = ["immortal", "why", settings.name, path, "--at", f"{record}:{index}", *(["--minimal"] if minimal else [])]
+    return instance_page(
+        request,
+        "why.html",
+        "travel",
+        422 if found is None else 200,
+        path=path,
+        at=f"{record}:{index}",
+        found=found,
+        fewest=fewest,
+        test=test,
+        problem=problem,
+        command=shlex.join(command),
     )
 
 

@@ -154,7 +154,7 @@ def svg_of(figure: Figure) -> str:
 # Pages, and the statistics of a fleet as one.
 
 
-_ROWS_MAX = 200
+ROWS_MAX = 200
 _SIZES = {"MB": 1_000_000, "kB": 1_000, "bytes": 1}
 _DURATIONS_MS = {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1_000, "ms": 1}
 _FIGURES = ("calls", "bytes", "median ms", "95 % ms", "99 % ms", "longest ms")
@@ -175,7 +175,7 @@ def page(title: str, about: str, parts: Sequence[Part], texts: Sequence[str]) ->
     """Return a page as HTML. ``texts``: heads of the columns that hold no numbers."""
     pages = Environment(loader=PackageLoader("immortal.pipeline.report", ""), autoescape=True)
     pages.filters["printable"] = printable
-    values = {"title": title, "about": about, "parts": parts, "texts": texts, "rows_max": _ROWS_MAX}
+    values = {"title": title, "about": about, "parts": parts, "texts": texts, "rows_max": ROWS_MAX}
     return pages.get_template("page.html").render(values)
 
 

@@ -42,6 +42,7 @@ def what_if(
     seeds: int = 1,
     trust_pickle: bool = False,
     details: bool = False,
+    progress: Callable[[int, int], object] = lambda now_ns, end_ns: None,
 ) -> FleetOutcome:
     """Return what would differ if other code had handled the logs of a fleet, with all consequences in its services.
 
@@ -51,7 +52,8 @@ def what_if(
     effects that no log has: "fail", "by-key" (the recorded result of the same function with the same key), or a
     function of the :class:`Call` that returns or raises. ``answer``: such a function for calls to services without a
     log. ``check``: called with the services' objects by name, after each message; it fails by False or AssertionError.
-    ``seeds``: the number of orders to try. ``details``: the outcome also has what grows with the logs.
+    ``seeds``: the number of orders to try. ``details``: the outcome also has what grows with the logs. ``progress``:
+    called with the time that a run has reached, and that of its end.
 
     Raises ReplayError if it can't be run, LogError.
     """
@@ -90,7 +92,7 @@ def what_if(
             begin_ns,
             to_ns,
         )
-        outcome = what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds, details=details)
+        outcome = what_if_fleet(logs, Rules(effects, answer, check, progress=progress), seeds=seeds, details=details)
         outcome.notes += notes
         return outcome
 

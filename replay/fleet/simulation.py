@@ -120,6 +120,7 @@ class Simulation:
         for name in self.logs.sources if everything else [*self.logs.changes, *self._early]:
             self._join(name, None)
         while self._step():
+            self._rules.progress(self._now_ns, self._end_ns)
             if self._other_count > OTHER_MESSAGES_MAX:
                 self.notes.append(
                     f"stopped behind {OTHER_MESSAGES_MAX:,} messages that no log has: services call each other without"

@@ -48,7 +48,7 @@ class Sessions:
     ) -> None:
         self._home = home
         self._question_s = question_s
-        self._locked = locked
+        self.locked = locked
         self._lock = threading.Lock()
         self._sessions: dict[_Key, _Session] = {}
 
@@ -68,7 +68,7 @@ class Sessions:
     def code_of(self, name: str, record: int | None) -> OwnCode:
         """Return the code that handled a record; None: the last record. Raises ReplayError, LogError."""
         settings = Registry(self._home).load(name)
-        with self._locked(settings), own_logs.open_reader(settings, check=False) as reader:
+        with self.locked(settings), own_logs.open_reader(settings, check=False) as reader:
             summary = reader.summary()
         record = summary.last_sequence_id if record is None else record
         versions = [start.version for start in summary.versions if start.sequence_id < record]

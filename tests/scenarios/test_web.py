@@ -324,7 +324,8 @@ def test_messages_that_are_looked_for(shown: Browser) -> None:
         ("size=-1", "a whole number"),
     ):
         status, text, _ = shown.server.ask(f"/i/desk/messages?{wrong}")
-        assert (status, why in text.replace("&#39;", "'")) == (422 if "re" in wrong else 400, True)
+        assert (status, why in text.replace("&#39;", "'")) == (400 if "size" in wrong else 422, True)
+    assert [shown.server.ask(f"/i/desk/messages?at={at}")[0] for at in ("2h", "2026-01-31", "3:0")] == [200] * 3
 
 
 def test_an_expression_that_takes_for_ever_is_ended(shown: Browser) -> None:

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from immortal.cli import main
 from immortal.replay.plan import ReplayError
-from immortal.web.jobs import Order, run_what_if_order
+from immortal.web.orders import Order, run_what_if_order
 from immortal.web.rendering import render
 from tests.helpers.flow import STATUSES, app_of, record_flow, source_of, write_code
 

@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.replay.travel.sessions import Sessions
 from immortal.replay.why import Explainer, Step
@@ -192,6 +195,36 @@ def chain(step: Step) -> list[tuple[str, str, str]]:
         if not step.causes:
             return found
         step = step.causes[0]
+
+
+def test_messages_are_followed_as_long_as_there_is_time(home: Path, explainer: Explainer) -> None:
+    late = Explainer(explainer._registry, explainer._sessions, limit_s=-1.0)
+    step = late.explain("till", 'sold["tea"]').step
+    assert (step.call, step.note, step.causes) == ("", "not followed further: there was no more time", [])
+
+
+def test_each_log_is_read_in_its_turn(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that asks why reads logs that other requests read: a process can't open one twice."""
+    monkeypatch.chdir(home)
+    held: list[str] = []
+    opened = own_logs.open_reader
+
+    @contextmanager
+    def locked(settings: InstanceSettings) -> Iterator[None]:
+        held.append(settings.name)
+        yield
+        held.remove(settings.name)
+
+    def open_reader(settings: InstanceSettings, **options: Any) -> Any:
+        assert settings.name in held
+        return opened(settings, **options)
+
+    monkeypatch.setattr(own_logs, "open_reader", open_reader)
+    registry = Registry(home / HOME)
+    sessions = Sessions(registry.home, locked)
+    found = Explainer(registry, sessions).explain("till", 'sold["tea"]')
+    sessions.close()
+    assert [instance for instance, _, _ in chain(found.step)] == ["till", "shop", "front"]
 
 
 def test_a_wrong_price_is_found_through_three_services_by_one_command(home: Path) -> None:

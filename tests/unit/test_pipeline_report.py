@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from dataclasses import asdict
 from html.parser import HTMLParser
@@ -19,7 +20,7 @@ from immortal.pipeline.jobs.verify import Problem, VerifyReport
 from immortal.pipeline.jobs.what_if import InstanceResult, summarize
 from immortal.pipeline.report.pages import bars, duration_text, matrix, over_time, stats_page, trace_svg
 from immortal.pipeline.report.text import audit_lines, export_lines, stats_lines, verify_lines, what_if_lines
-from immortal.presenters.what_if_fleet import fleet_page
+from immortal.presenters.what_if_fleet import fleet_page, fleet_report
 from immortal.replay.fleet.outcome import (
     BrokenCheck,
     Calls,
@@ -121,6 +122,13 @@ def test_the_page_of_a_what_if_takes_no_name_for_html() -> None:
     assert page.tags.count("svg") == 2
     assert all(link.startswith(("#", "data:")) for link in page.links)
     assert page.tags.count("h2") == 12
+    service.state *= 300
+    report = json.loads(json.dumps(fleet_report(outcome)))  # plain values, for another page
+    assert len(report["parts"]) == 12
+    (states,) = [part for part in report["parts"] if part["title"] == "States at the end"]
+    assert (len(states["rows"]), states["more"]) == (200, 100)
+    (tree,) = [part["tree"] for part in report["parts"] if part["tree"]]
+    assert [one["text"] for one in (tree[0], *tree[0]["then"])] == [f"1 added: {bad} -> {bad}: {bad}; e.g. {bad}"] * 2
 
 
 def test_the_page_of_a_fleet_that_did_nothing() -> None:

@@ -14,7 +14,17 @@ from immortal.log import LogReader, open_reader
 from immortal.presenters.records import describe_record
 from immortal.protocol.trailer import BatchKind
 from immortal.web import log_messages as pages
-from immortal.web.log_messages import At, Page, Times, Wanted, find_position, messages_of, page_before, page_from
+from immortal.web.log_messages import (
+    At,
+    Filter,
+    Page,
+    Times,
+    Wanted,
+    find_position,
+    messages_of,
+    page_before,
+    page_from,
+)
 from immortal.web.log_search import Lane
 from tests.helpers.fleet import flip_byte, plan_fleet, remove_record
 
@@ -44,7 +54,7 @@ def at(message: pages.Message) -> At:
     "wanted", [Wanted(), Wanted(method="method 2"), Wanted(size_min_bytes=40), Wanted(pattern="x")]
 )
 def test_pages_have_each_message_once(reader: LogReader, limit: int, wanted: Wanted) -> None:
-    expected = [at(one) for one in all_of(reader) if wanted.filter().takes(one)]
+    expected = [at(one) for one in all_of(reader) if Filter(wanted).takes(one)]
     on: list[At] = []
     place: At | None = (0, 0)
     while place is not None:
