@@ -22,12 +22,12 @@ import zmq
 
 from immortal.appsdk.patterns.clone import copies, publication
 from immortal.appsdk.patterns.clone.subscriber import Access, Options, Places, Replica, Subscriber
-from immortal.bench.processes import BenchError, hear, start_module, tell
+from immortal.bench.harness import IMMORTAL, Context, Figure, rate
+from immortal.bench.processes import BenchError, hear, register, running, start_module, tell
+from immortal.bench.workload import Measured
 from immortal.client import connect
 from immortal.patterns.clone import Change, Table
 from immortal.patterns.clone import connect as connect_clone
-from scripts.benchmarks.context import Context, start_service
-from scripts.benchmarks.figures import IMMORTAL, Figure
 
 CLIENTS = 100
 MANY_CLIENTS = 1000
@@ -58,7 +58,7 @@ def _processes(home: Path) -> Iterator[str]:
     """Run a table, a forwarder of it, and a second forwarder after the first; yield the second one's endpoint."""
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
     with ExitStack() as stack:
-        start_service(stack, home, "prices", "immortal.patterns.clone:Table")
+        stack.enter_context(running(register(home, {"prices": "immortal.patterns.clone:Table"}, {})))
         place = ""
         for _ in range(2):
             upstream = ["--upstream", place] if place else []
@@ -69,18 +69,18 @@ def _processes(home: Path) -> Iterator[str]:
         yield place
 
 
-def _rate(table: Table, copies: _Copies, seconds: float) -> float:
-    """Measure changes/s, until all copies have the last one."""
+def _update(changes: int, table: Table, copies: _Copies) -> Measured:
+    """Measure changes until all copies have the last one."""
     began_s = time.perf_counter()
     count = number = 0
-    while time.perf_counter() < began_s + seconds:
+    while count < changes:
         number = table.update([_change(count + index) for index in range(_CHANGES)]).number
         count += _CHANGES
     found = copies.wait(number)
     took_s = time.perf_counter() - began_s
     if any(one["holes"] or one["dropped"] for one in found):
         raise BenchError(f"changes were lost: {found}")
-    return count / took_s
+    return Measured(count, took_s)
 
 
 def _change(index: int) -> Change:
@@ -134,9 +134,9 @@ def clone(context: Context) -> list[Figure]:
             with ExitStack() as stack:
                 stack.enter_context(meanwhile)
                 copies = _Copies(stack, home, clients, publishers)
-                turn = partial(_rate, table, copies, context.amounts.seconds)
                 name = f"changes of a table, {what}"
-                figures.append(Figure(name, "changes/s", "higher", context.interleave({IMMORTAL: turn}, name)))
+                results = context.compare(name, {IMMORTAL: partial(_update, table=table, copies=copies)})
+                figures.append(rate(name, results, unit="changes/s"))
                 name = f"one change until the last has it, {what}"
                 waits = context.interleave({IMMORTAL: partial(_delay_ms, table, copies)}, name)
                 figures.append(Figure(name, "ms", "lower", waits))
