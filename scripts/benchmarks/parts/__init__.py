@@ -21,8 +21,8 @@ PARTS = {
     "curve": ("calls", "encrypted peers"),
     "pirate": ("patterns", "request-reply to a pool of servers"),
     "queue": ("patterns", "a queue of tasks"),
-    "harmony": ("patterns", "a batch of tasks"),
     "clone": ("clone", "copies of a table"),
+    "pipeline": ("pipeline", "Spark over logs"),
     "ordering": ("ordering", "multicasts in one order"),
 }
 """Parts by name: the module, and the title."""

@@ -1,16 +1,13 @@
-"""Patterns: requests of the pirate, tasks of a queue, tasks of a batch."""
+"""Patterns: requests of the pirate, tasks of a queue."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +17,6 @@ from immortal.bench.apps import Callee
 from immortal.bench.harness import IMMORTAL, Context, Figure, rate, values
 from immortal.bench.processes import BenchError, cpu_s, hear, register, running, start_module
 from immortal.bench.workload import Measured
-from immortal.patterns.harmony import Ventilator
-from immortal.patterns.harmony import connect as connect_harmony
 from immortal.patterns.pirate import Request, Server, connect_instances
 from immortal.patterns.pirate import connect as connect_pirate
 from immortal.patterns.queue import AsyncJobs, work
@@ -165,39 +160,6 @@ def queue(context: Context) -> list[Figure]:
             side = _side([], lambda at_a_time=at_a_time: runner.run(_tasks(jobs, at_a_time)))  # type: ignore[misc]
             figures.append(rate(what, context.compare(what, {IMMORTAL: side}), unit="tasks/s"))
     return figures
-
-
-# Tasks of a batch: from the first task until the collector has all results.
-
-
-CLASSES = {"cluster": "immortal.patterns.harmony:Cluster", "results": "immortal.patterns.harmony:Collector"}
-WAIT_S = 120.0
-
-
-def harmony(context: Context) -> list[Figure]:
-    """Measure tasks of a batch, from the first task until the collector has all results."""
-    with context.home() as home, ExitStack() as stack:
-        stack.enter_context(running(register(home, CLASSES, {})))
-        environment = {**os.environ, "IMMORTAL_HOME": str(home)}
-        worker = partial(start_module, "immortal.patterns.harmony", "work", "cluster", "operator:neg", env=environment)
-        for _ in range(WORKERS):
-            stack.enter_context(worker(**QUIET))
-        cluster = stack.enter_context(connect_harmony("cluster", home=home))
-        what = f"tasks of a batch, {WORKERS} workers"
-        side = partial(_batch, cluster=cluster, numbers=count())
-        return [rate(what, context.compare(what, {IMMORTAL: side}, first_calls=2_000), unit="tasks/s")]
-
-
-def _batch(tasks: int, cluster: Ventilator, numbers: Iterator[int]) -> Measured:
-    batch = cluster.batch(f"batch {next(numbers)}", "neg", collector="results")
-    began_s = time.perf_counter()
-    batch.send(range(tasks))
-    progress = batch.wait(timeout=WAIT_S)
-    results = sum(1 for result in batch.results(timeout=WAIT_S) if result.value == -result.number)
-    took_s = time.perf_counter() - began_s
-    if results != tasks or progress.failed:
-        raise BenchError(f"{results} right results of {tasks}, {progress.failed} failed")
-    return Measured(tasks, took_s)
 
 
 # Measured processes: ``python -m scripts.benchmarks.parts.patterns server KIND [STORE]``, ``... worker HOME``.
