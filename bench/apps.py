@@ -11,10 +11,23 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
-from immortal.bench.workload import argument, encode_measured, measured, read_runs
+from immortal.bench.workload import (
+    BATCH_CALLS,
+    Case,
+    Measured,
+    argument,
+    check,
+    measure_in_threads,
+    measured,
+    read_runs,
+    say,
+)
+from immortal.client import connect
 
 CHAINS = 16
 PEERS_MAX = 200
@@ -33,7 +46,7 @@ class Course:
 course = Course()
 
 
-def say(line: object) -> None:
+def say_json(line: object) -> None:
     print(json.dumps(line), flush=True)
 
 
@@ -66,9 +79,9 @@ class Receiver(Immortal):
             course.ready.clear()
             impulses.expect(json.loads(line)["calls"])
             course.ready.wait()
-            say("ready")
+            say_json("ready")
             course.done.wait()
-            say({"calls": self.calls, "bytes": self.received_bytes, "ended_s": course.ended_s})
+            say_json({"calls": self.calls, "bytes": self.received_bytes, "ended_s": course.ended_s})
 
 
 class Sender(Immortal):
@@ -107,10 +120,10 @@ class Sender(Immortal):
             plan = json.loads(line)
             begun_s = time.perf_counter()
             impulses.start(plan["sizes"], plan["receivers"], plan["bursts"], plan["calls"])
-            say({"begun_s": begun_s})
+            say_json({"begun_s": begun_s})
 
 
-# The two services of the benchmark of awaited calls. As in any app, the loops are ``async def`` handlers.
+# The two services of awaited calls. As in any app, the loops are ``async def`` handlers.
 
 
 CALLS_PER_JOURNAL = 1_000  # after these a loop continues with an empty journal
@@ -128,16 +141,24 @@ class Stopwatch:
 stopwatch = Stopwatch()
 
 
-def say_measured(begun_s: float) -> None:
-    """Print the stopwatch's measurements since ``begun_s``."""
-    seconds = time.perf_counter() - begun_s
-    print(encode_measured(measured(stopwatch.latencies_ns, seconds)), flush=True)
-
-
 class Callee(Immortal):
+    taken: int
+
+    def __init__(self) -> None:
+        self.taken = 0
+
     @rpc(id=1)
     def echo(self, data: bytes) -> bytes:
         return data
+
+    @rpc(id=2)
+    def take(self, data: bytes) -> None:
+        self.taken += 1
+
+    @rpc(id=3)
+    def count(self) -> int:
+        taken, self.taken = self.taken, 0
+        return taken
 
 
 class Caller(Immortal):
@@ -148,25 +169,39 @@ class Caller(Immortal):
         self.loops_left = 0
 
     @impulse(id=1)
-    def start(self, outstanding: int, calls_per_loop: int, size_bytes: int) -> None:
+    def start(self, case: str, outstanding: int, calls_per_loop: int, size_bytes: int) -> None:
         self.loops_left = outstanding
         for index in range(outstanding):
-            self.loop.fork(index * calls_per_loop, (index + 1) * calls_per_loop, size_bytes)
+            self.loop.fork(case, index * calls_per_loop, (index + 1) * calls_per_loop, size_bytes)
 
     @rpc(id=2)
-    async def loop(self, first: int, end: int, size_bytes: int) -> None:
+    async def loop(self, case: str, first: int, end: int, size_bytes: int) -> None:
+        """Make the calls from number ``first`` up to ``end``, and await each before the next."""
         clock_ns, note = stopwatch.clock_ns, stopwatch.latencies_ns.append
+        ask: Callable[[bytes], Awaitable[bytes]] = self.callee.echo
+        if case == Case.STEP:
+            ask = partial(immortal.effect, _same)
+        elif case == Case.ONE_WAY:
+            ask = self._batch
         pause = min(first + CALLS_PER_JOURNAL, end)
         for number in range(first, pause):
             data = argument(number, size_bytes)
             begun_ns = clock_ns()
-            answer = await self.callee.echo(data)
+            answer = await ask(data)
             note(clock_ns() - begun_ns)
-            if answer != data:
-                raise ValueError(f"call {number} got the answer {answer[:16]!r}")
+            check(number, answer, data)
         if pause < end:
-            immortal.continue_as(pause, end, size_bytes)
+            immortal.continue_as(case, pause, end, size_bytes)
         await immortal.step(self.loop_done)
+
+    async def _batch(self, data: bytes) -> bytes:
+        """Fork a batch, and wait until the callee has taken it."""
+        fork = self.callee.take.fork
+        for _ in range(BATCH_CALLS):
+            fork(data)
+        if (taken := await self.callee.count()) != BATCH_CALLS:
+            raise ValueError(f"{taken} calls were taken, {BATCH_CALLS} were made")
+        return data
 
     @rpc(id=3)
     def loop_done(self) -> None:
@@ -180,6 +215,54 @@ class Caller(Immortal):
             stopwatch.latencies_ns.clear()
             stopwatch.done.clear()
             begun = time.perf_counter()
-            impulses.start(run.outstanding, run.calls_per_loop, run.size_bytes)
+            impulses.start(run.case, run.outstanding, run.calls_per_loop, run.size_bytes)
             stopwatch.done.wait()
-            say_measured(begun)
+            say(measured(stopwatch.latencies_ns, time.perf_counter() - begun))
+
+
+def _same(data: bytes) -> bytes:
+    return data
+
+
+# Processes beside those of services: ``python -m immortal.bench.apps services | client | turns``.
+
+
+def serve_in_one_process() -> None:
+    """Run the caller and the callee in this process, until it is killed."""
+    from immortal.embedded import start  # late: a service with a sidecar does not load it
+
+    with start(Callee, "callee"), start(Caller, "caller"):
+        threading.Event().wait()
+
+
+def call_from_outside() -> None:
+    """Call the callee as an outside client."""
+    with connect(Callee, "callee") as callee:
+        for run in read_runs(sys.stdin):
+            say(measure_in_threads(run, callee.echo))
+
+
+def measure_turns(calls: int = 400) -> None:
+    """Measure CPU time of awaited calls between two instances in this process, logs in memory, apps included."""
+    from immortal.testing import Environment
+
+    with Environment() as environment:
+        environment.start(Callee, "callee")
+        caller = environment.start(TurnCaller, "caller")
+        caller.call(TurnCaller.call_all, 20)
+        begun_s = time.process_time()
+        caller.call(TurnCaller.call_all, calls)
+        say(Measured(calls, time.process_time() - begun_s))
+
+
+class TurnCaller(Immortal):
+    callee = peer(Callee, "callee")
+
+    @rpc
+    async def call_all(self, count: int) -> None:
+        for _ in range(count):
+            await self.callee.count()
+
+
+if __name__ == "__main__":
+    {"services": serve_in_one_process, "client": call_from_outside, "turns": measure_turns}[sys.argv[1]]()

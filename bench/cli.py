@@ -11,18 +11,20 @@ from typing import Any
 
 import click
 
-from immortal.bench.calls import measure_failing, print_calls, print_failing, run_call_benchmark
-from immortal.bench.embedded import print_embedded, run_embedded_benchmark
-from immortal.bench.fleet import measure_fleet, print_fleet
-from immortal.bench.isolation import measure_isolation, print_isolation
-from immortal.bench.one_way import print_one_way, run_benchmark
-from immortal.bench.trim import measure_trimming, print_trim
+from immortal.bench.calls import calls, embedded, failing
+from immortal.bench.fleet import fleet
+from immortal.bench.harness import Amounts, Context, progress_lines, show
+from immortal.bench.isolation import isolation
+from immortal.bench.one_way import one_way
 from immortal.bench.workload import NUMBER_SIZE_BYTES
 from immortal.protocol.command_line import echo, json_option
 
+SIZE_BYTES_MAX = 16 << 20
 FLEET_SIZE_MAX = 1000  # of some 60 MiB each
 OUTSTANDING_MAX = 100_000
 STATE_MIB_MAX = 16_384
+OTHERS = {"calls", "embedded", "failing", "isolation", "fleet"}
+"""Options that measure something else than one-way calls."""
 
 
 def numbers(
@@ -49,17 +51,14 @@ def numbers(
     "--sizes",
     default="16,64,1024,65536",
     show_default=True,
-    callback=numbers("sizes in bytes", 0, 16 << 20, "16,64,1024"),
+    callback=numbers("sizes in bytes", 0, SIZE_BYTES_MAX, "16,64,1024"),
     help="Arguments, in bytes.",
 )
-@click.option("--volume", "volume_mb", default=500, show_default=True, help="MB of traffic for each size.")
 @click.option("--folder", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Where the logs go.")
-@click.option("--trim", is_flag=True, help="Measure instead how long a commit takes while a log is trimmed.")
-@click.option("--curve", is_flag=True, help="Measure once more with keys: encrypted and authenticated.")
-@click.option("--log-key", is_flag=True, help="Measure with logs that are authenticated with a key.")
+@click.option("--curve", is_flag=True, help="Between instances with keys: encrypted and authenticated.")
+@click.option("--log-key", is_flag=True, help="With logs that are authenticated with a key.")
 @click.option(
     "--fleet",
-    "fleet_size",
     type=click.IntRange(2, FLEET_SIZE_MAX),
     metavar="N",
     help="Run instead N instances that each call ten others: what they cost while idle.",
@@ -84,87 +83,43 @@ def numbers(
 )
 @click.option(
     "--size",
-    "size_bytes",
-    type=click.IntRange(NUMBER_SIZE_BYTES, 16 << 20),
+    type=click.IntRange(NUMBER_SIZE_BYTES, SIZE_BYTES_MAX),
     default=16,
     show_default=True,
     help="With --calls, --embedded: the argument, in bytes.",
 )
 @click.option(
-    "--seconds",
-    type=click.FloatRange(0.01, 3600.0),
-    default=2.0,
-    show_default=True,
-    help="With --calls, --embedded: of one turn, roughly.",
+    "--seconds", type=click.FloatRange(0.01, 3600.0), default=2.0, show_default=True, help="Of one turn, roughly."
 )
-@click.option(
-    "--repeats",
-    type=click.IntRange(1, 1000),
-    default=5,
-    show_default=True,
-    help="With --calls, --embedded: turns of each, one after the other.",
-)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of each.")
 @json_option
-def bench(
-    sizes: list[int],
-    volume_mb: int,
-    folder: Path | None,
-    trim: bool,
-    curve: bool,
-    log_key: bool,
-    fleet_size: int | None,
-    isolation: bool,
-    failing: bool,
-    state: list[int],
-    calls: bool,
-    embedded: bool,
-    outstanding: list[int],
-    size_bytes: int,
-    seconds: float,
-    repeats: int,
-    as_json: bool,
-) -> None:
+def bench(folder: Path | None, as_json: bool, **options: Any) -> None:
     """One-way calls between two services with durable logs, next to what the disk alone does."""
-    others = sum((calls, embedded, trim, isolation, failing, fleet_size is not None))
-    if others > 1 or (curve and (calls or embedded or trim or failing)):
-        each = "--calls, --embedded, --trim, --curve, --fleet, --failing, --isolation"
+    chosen = [name for name in OTHERS if options[name]]
+    if len(chosen) > 1 or (options["curve"] and chosen not in ([], ["fleet"])):
+        each = "--calls, --embedded, --curve, --fleet, --failing, --isolation"
         raise click.UsageError(f"{each} each measure something else")
-    if log_key and others:
+    if options["log_key"] and chosen:
         raise click.UsageError("--log-key is for one-way calls")
-    from rich.console import Console
-
-    result: Any
-    show: Callable[[Any], None]
-    with (
-        tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as name,
-        Console(stderr=True).status("starting") as status,
-    ):
-        where: dict[str, Any] = {"home": Path(name), "progress": status.update}
-        if calls:
-            result = run_call_benchmark(outstanding, size_bytes=size_bytes, seconds=seconds, repeats=repeats, **where)
-            show = print_calls
-        elif embedded:
-            result = run_embedded_benchmark(size_bytes=size_bytes, seconds=seconds, repeats=repeats, **where)
-            show = print_embedded
-        elif failing:
-            result, show = measure_failing([size_mib << 20 for size_mib in state], **where), print_failing
-        elif isolation:
-            result, show = measure_isolation(**where), print_isolation
-        elif fleet_size is not None:
-            result, show = measure_fleet(fleet_size, curve=curve, **where), print_fleet
-        elif trim:
-            result, show = measure_trimming(**where), print_trim
-        else:
-            result = run_benchmark(sizes, volume_mb=volume_mb, curve=curve, log_key=log_key, **where)
-            show = print_one_way
+    amounts = Amounts(
+        options["repeats"],
+        options["seconds"],
+        sizes=options["sizes"],
+        outstanding=options["outstanding"],
+        state_sizes_mib=options["state"],
+    )
+    measure: dict[str, Callable[[Context], Any]] = {
+        "one-way calls": lambda context: one_way(context, curve=options["curve"], log_key=options["log_key"]),
+        "calls": lambda context: calls(context, options["size"]),
+        "embedded": lambda context: embedded(context, options["size"]),
+        "failing": failing,
+        "isolation": isolation,
+        "fleet": lambda context: fleet(context, options["fleet"], curve=options["curve"]),
+    }
+    what = (*chosen, "one-way calls")[0]
+    with progress_lines() as progress:
+        figures = measure[what](Context(amounts, folder or Path(tempfile.gettempdir()), progress))
     if as_json:
-        echo(json.dumps(_values(result)))
+        echo(json.dumps([asdict(figure) for figure in figures]))
     else:
-        show(result)
-
-
-def _values(result: Any) -> Any:
-    if isinstance(result, list):
-        return [_values(one) for one in result]
-    computed = [name for name, one in vars(type(result)).items() if isinstance(one, property)]
-    return asdict(result) | {name: getattr(result, name) for name in computed}
+        show(what, figures)

@@ -10,20 +10,19 @@ from __future__ import annotations
 import os
 import select
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 from immortal.bench.fleet_apps import RECEIVERS
-from immortal.bench.processes import BenchError, Service, final_state, register, tell
+from immortal.bench.harness import Context, Figure, Target
+from immortal.bench.processes import BenchError, Service, final_state, register, running, tell
+from immortal.bench.workload import percentile
 from immortal.coordinator.operator import control
-from immortal.protocol.command_line import echo, print_table
 
 HUB = "hub"
 DEAD, STALLED, *OTHERS = RECEIVERS
+HEALTHY, FAULTY = "all healthy", "one dead, one stalled"
 SECONDS = 6.0  # of each half of a window
 ROUNDS = 3  # of two windows each: all healthy, and with the two
 RATE = 25.0  # calls a second to each receiver, far below what two processors can do
@@ -34,58 +33,16 @@ STEP_TIMEOUT_S = 120.0
 TUNING = "\n[tuning]\npeer_buffer_mib_max = 8\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Figures of the eight other services together: ``calls_per_s`` at full speed, and latencies at RATE, in ms."""
-
-    faulty: bool
-    calls_per_s: float
-    p50_ms: float
-    p99_ms: float
-    samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class IsolationResult:
-    windows: list[Window]
-
-    @property
-    def throughput_ratio(self) -> float:
-        """Return calls/s with the two faults divided by calls/s without them: medians of the windows."""
-        return self._median(True, lambda window: window.calls_per_s) / self._median(
-            False, lambda window: window.calls_per_s
-        )
-
-    @property
-    def p99_ratio(self) -> float:
-        return self._median(True, lambda window: window.p99_ms) / self._median(False, lambda window: window.p99_ms)
-
-    def _median(self, faulty: bool, value: Callable[[Window], float]) -> float:
-        return statistics.median(value(window) for window in self.windows if window.faulty is faulty)
-
-
-def measure_isolation(
-    *,
-    seconds: float = SECONDS,
-    rounds: int = ROUNDS,
-    home: Path,
-    progress: Callable[[str], None] = lambda text: None,
-) -> IsolationResult:
-    """Measure ``rounds`` of two windows. ``home`` holds the logs. Raises BenchError."""
+def isolation(context: Context, *, seconds: float = SECONDS, rounds: int = ROUNDS) -> list[Figure]:
+    """Measure calls to eight receivers in ``rounds`` of two windows. Raises BenchError."""
     apps = {HUB: "immortal.bench.fleet_apps:Hub"}
     apps |= dict.fromkeys(RECEIVERS, "immortal.bench.fleet_apps:Receiver")
-    services = register(home, apps, {})
-    with (home / f"{HUB}.toml").open("a") as settings:
-        settings.write(TUNING)
-    try:
-        for service in services.values():
-            progress(f"starting {service.settings.name}")
-            service.start()
-            service.wait_for_phase("normal")
-        return _Isolation(services, seconds, progress).measure(rounds)
-    finally:
-        for service in services.values():
-            service.kill()
+    with context.home() as home:
+        services = register(home, apps, {})
+        with (home / f"{HUB}.toml").open("a") as settings:
+            settings.write(TUNING)
+        with running(services):
+            return _Isolation(services, seconds, context.progress).measure(rounds)
 
 
 class _Isolation:
@@ -97,13 +54,14 @@ class _Isolation:
         self._samples = int(seconds * RATE)
         self._commands = 0  # that the hub has not reported as done
 
-    def measure(self, rounds: int) -> IsolationResult:
-        rates: list[tuple[bool, float]] = []
+    def measure(self, rounds: int) -> list[Figure]:
+        rates: dict[str, list[float]] = {HEALTHY: [], FAULTY: []}
         for number in range(2 * rounds):
             faulty = number % 2 == 1
-            what = f"window {number + 1} of {2 * rounds}, " + ("one dead, one stalled" if faulty else "all healthy")
+            kind = FAULTY if faulty else HEALTHY
+            what = f"window {number + 1} of {2 * rounds}, {kind}"
             with self._faults(faulty):
-                rates.append((faulty, self._throughput(what)))
+                rates[kind].append(self._throughput(what))
                 self._wait(self._is_settled(OTHERS), timeout_s=self._seconds)
                 time.sleep(REST_S)
                 self._progress(f"{what}: latency")
@@ -112,10 +70,15 @@ class _Isolation:
             self._listen(STEP_TIMEOUT_S)
             if not self._wait(self._is_settled(RECEIVERS), timeout_s=STEP_TIMEOUT_S):
                 raise BenchError(f"after {what} the hub's calls have not all arrived within {STEP_TIMEOUT_S:.0f} s")
-        latencies_ms = self._latencies_ms(2 * rounds)
-        return IsolationResult(
-            [_window(faulty, rate, found) for (faulty, rate), found in zip(rates, latencies_ms, strict=True)]
-        )
+        windows = self._latencies_ms(2 * rounds)
+        what = f"calls to {len(OTHERS)} of {len(RECEIVERS)} receivers"
+        figures = [Figure(what, "calls/s", "higher", rates, [Target("at least", 0.8, HEALTHY, of=FAULTY)])]
+        for percent in (50, 99):
+            found = [percentile(sorted(one), percent) for one in windows]
+            samples = {HEALTHY: found[::2], FAULTY: found[1::2]}
+            target = Target("at most", 1.25, HEALTHY, of=FAULTY)
+            figures.append(Figure(f"{what}, {RATE:g}/s to each, p{percent}", "ms", "lower", samples, [target]))
+        return figures
 
     @contextmanager
     def _faults(self, faulty: bool) -> Iterator[None]:
@@ -207,37 +170,3 @@ class _Isolation:
                 return False
             time.sleep(0.05)
         return True
-
-
-def _window(faulty: bool, calls_per_s: float, latencies_ms: Sequence[float]) -> Window:
-    ordered = sorted(latencies_ms)
-    return Window(
-        faulty,
-        calls_per_s,
-        p50_ms=ordered[len(ordered) // 2],
-        p99_ms=ordered[len(ordered) * 99 // 100],
-        samples=len(ordered),
-    )
-
-
-# Output for people.
-
-
-def print_isolation(result: IsolationResult) -> None:
-    heads = ("calls/s", f"p50 ms at {RATE:.0f}/s", "p99 ms", "calls timed")
-    rows = (
-        (
-            "one dead, one stalled" if window.faulty else "healthy",
-            f"{window.calls_per_s:,.0f}",
-            f"{window.p50_ms:.2f}",
-            f"{window.p99_ms:.2f}",
-            f"{window.samples:,}",
-        )
-        for window in result.windows
-    )
-    title = f"calls to {len(OTHERS)} of 10 receivers, in the order of the windows"
-    print_table(("the other two", *heads), rows, right=heads, title=title)
-    echo(
-        f"beside a dead and a stalled one, {len(OTHERS)} receivers have {result.throughput_ratio:.0%} of the calls/s "
-        f"and {result.p99_ratio:.2f} times the p99 (medians of the windows)"
-    )

@@ -5,25 +5,40 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from immortal.bench.apps import CHAINS
-from immortal.bench.calls import processes_of, running
-from immortal.bench.processes import BenchError, Service, append_rate, cpu_s, hear, register, tell
+from immortal.bench.calls import cpu_per_call
+from immortal.bench.harness import DISK, IMMORTAL, Context, Figure, values
+from immortal.bench.processes import (
+    BenchError,
+    Service,
+    append_rate,
+    check_all_alive,
+    cpu_s,
+    hear,
+    memory_of,
+    processes_of,
+    register,
+    running,
+    tell,
+)
+from immortal.bench.workload import Measured
 from immortal.coordinator.config import LOG_KEY_FILE
 from immortal.log import open_reader
-from immortal.protocol.command_line import echo, print_table
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 
 BURST_SIZE_BYTES = 2 << 20  # of arguments in one burst, roughly: small enough for smooth pacing
 CALL_OVERHEAD_BYTES = 200  # the time of a call as bytes, so that all runs take about as long
+WARM_UP_BYTES = 2_000_000
+BY_CALLS_SIZE_BYTES_MAX = 1 << 10  # larger calls are compared in MB/s
 SILENCE_S_MAX = 300.0
 
 
@@ -40,22 +55,16 @@ class Load:
         return sum(self.sizes) / len(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class OneWay:
-    calls: int
-    seconds: float
-    cpu_s: dict[str, float] = field(default_factory=dict)  # by process
-
-    @property
-    def calls_per_s(self) -> float:
-        return self.calls / self.seconds
+class Streams(Protocol):
+    def run(self, load: Load, calls: int) -> Measured:
+        """Make about ``calls`` calls in all. Raises BenchError."""
 
 
 class ImmortalStreams:
     def __init__(self, services: Mapping[str, Service]) -> None:
         self.services = services
 
-    def run(self, load: Load, calls: int) -> OneWay:
+    def run(self, load: Load, calls: int) -> Measured:
         round_calls = len(load.sizes) * load.receivers  # so that all receivers get equal shares
         in_burst = max(1, round(BURST_SIZE_BYTES / (load.mean_size_bytes + CALL_OVERHEAD_BYTES) / round_calls))
         in_burst *= round_calls
@@ -84,17 +93,13 @@ class ImmortalStreams:
                 raise BenchError(f"a receiver counted {counted}; {received} calls, {expected_bytes} bytes were sent")
             ended_s = max(ended_s, counted["ended_s"])
         spent = {name: now - before[name] for name, now in self._cpu_s().items()}
-        return OneWay(calls, ended_s - begun_s, spent)
+        return Measured(calls, ended_s - begun_s, cpu_s=spent)
 
     def _cpu_s(self) -> dict[str, float]:
         return {name: cpu_s(process.pid) for name, process in processes_of(self.services).items()}
 
     def _read(self, process: Popen[str]) -> Any:
-        return json.loads(hear(process, "a process", self._check_alive, SILENCE_S_MAX))
-
-    def _check_alive(self) -> None:
-        for service in self.services.values():
-            service.check_alive()
+        return json.loads(hear(process, "a process", partial(check_all_alive, self.services), SILENCE_S_MAX))
 
 
 @contextlib.contextmanager
@@ -115,85 +120,73 @@ def immortal_streams(
         yield ImmortalStreams(services)
 
 
-# One-way calls between two services, by size, and the replay of their logged calls.
+def compare_streams(
+    context: Context,
+    streams: Mapping[str, Streams],
+    load: Load,
+    what: str,
+    limits: Mapping[str, Callable[[], Any]] | None = None,
+) -> dict[str, list[Any]]:
+    """Measure the calls of each implementation, and the limits between them. Raises BenchError."""
+    turns = {name: partial(one.run, load) for name, one in streams.items()}
+    return context.compare(what, turns, limits, first_calls=first_calls(load))
 
 
-WARM_UP_BYTES = 20_000_000
+def first_calls(load: Load) -> int:
+    """Return the number of calls that warm up."""
+    return max(load.senders * load.receivers, round(WARM_UP_BYTES / (load.mean_size_bytes + CALL_OVERHEAD_BYTES)))
 
 
-@dataclass(frozen=True, slots=True)
-class SizeResult:
-    size_bytes: int
-    calls: int
-    seconds: float
-    calls_per_s: float
-    mb_per_s: float
+def rate_by_size(what: str, size_bytes: int, results: Mapping[str, list[Any]], **more: Any) -> Figure:
+    """Return a rate: calls/s for small calls, MB/s for large ones. Results that are numbers are bytes/s."""
+    size = max(1, size_bytes)
+    unit = "calls/s" if size_bytes <= BY_CALLS_SIZE_BYTES_MAX else "MB/s"
+    samples = {}
+    for name, rates in values(results, "calls_per_s").items():
+        in_calls = isinstance(results[name][0], Measured)
+        factor = {"calls/s": 1 if in_calls else 1 / size, "MB/s": size / 1e6 if in_calls else 1e-6}[unit]
+        samples[name] = [rate * factor for rate in rates]
+    label = "size of the argument, bytes"
+    return Figure(what, unit, "higher", samples, group=f"one-way, {unit}", x=size_bytes, x_label=label, **more)
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    calls: int
-    seconds: float
-    calls_per_s: float
+def format_size(size_bytes: int) -> str:
+    if size_bytes >= 1 << 20:
+        return f"{size_bytes >> 20} MiB"
+    return f"{size_bytes >> 10} KiB" if size_bytes >= 1 << 10 else f"{size_bytes} B"
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
-    one_way: list[SizeResult]
-    one_way_curve: list[SizeResult]  # the same between instances with keys, if requested
-    disk_mb_per_s: dict[int, float]  # by block size
-    replay: Replay | None
-    peak_memory_mib: dict[str, tuple[float, float]]  # of (coordinator, app) by instance
+def peak_memory(what: str, streams: ImmortalStreams) -> Figure:
+    samples = {name: [memory_of(process.pid).peak] for name, process in processes_of(streams.services).items()}
+    return Figure(f"{what}: peak memory", "MiB", "lower", samples)
 
 
-def run_benchmark(
-    sizes: Sequence[int],
-    *,
-    volume_mb: int,
-    curve: bool = False,
-    log_key: bool = False,
-    home: Path,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Results:
-    """Measure each size once with ``volume_mb`` MB of traffic (each call counts 200 bytes beside its arguments).
+# `immortal bench`
 
-    ``curve``: also measure instances with keys. ``log_key``: use authenticated logs for all of it.
 
-    ``home``: for the logs. Raises BenchError.
+def one_way(context: Context, *, curve: bool = False, log_key: bool = False) -> list[Figure]:
+    """Measure one-way calls by size in turns with the disk alone, then a replay of the receiver's log.
+
+    ``curve``: between instances with keys. ``log_key``: with authenticated logs.
     """
-    progress("the disk alone")
-    disk = {block: append_rate(home, block) / 1e6 for block in (64 << 10, 1 << 20)}
-    with _streams(home / "plain", curve=False, log_key=log_key) as streams:
-        one_way = _measure(streams, sizes, volume_mb, progress)
-        memory = {name.removesuffix("-0"): one.peak_memory_mib() for name, one in streams.services.items()}
-        progress("replay")
-        replay = measure_replay(streams.services["receiver-0"])
-    one_way_curve: list[SizeResult] = []
-    if curve:
-        with _streams(home / "curve", curve=True, log_key=log_key) as streams:
-            one_way_curve = _measure(streams, sizes, volume_mb, lambda text: progress(f"{text}, with CURVE"))
-    return Results(one_way, one_way_curve, disk, replay, memory)
+    figures: list[Figure] = []
+    options: dict[str, Any] = {"curve": curve, "log_key": LOG_KEY_FILE if log_key else None}
+    with context.home() as home, immortal_streams(home, **options) as streams:
+        for size_bytes in context.amounts.sizes:
+            what = f"one-way {format_size(size_bytes)}"
+            limits = {DISK: partial(append_rate, home, max(size_bytes, 1 << 20))}
+            results = compare_streams(context, {IMMORTAL: streams}, Load((size_bytes,)), what, limits)
+            figures.append(rate_by_size(what, size_bytes, results))
+            figures.append(cpu_per_call(what, results[IMMORTAL]))
+        figures.append(peak_memory("one-way", streams))
+        context.progress("replay")
+        if replayed := measure_replay(streams.services["receiver-0"]):
+            what = f"replay of {replayed.calls:,} calls after kill -9, start of the processes included"
+            figures.append(Figure(what, "calls/s", "higher", {IMMORTAL: [replayed.calls_per_s]}))
+    return figures
 
 
-def _streams(home: Path, *, curve: bool, log_key: bool) -> AbstractContextManager[ImmortalStreams]:
-    return immortal_streams(home, curve=curve, log_key=LOG_KEY_FILE if log_key else None)
-
-
-def _measure(
-    streams: ImmortalStreams, sizes: Sequence[int], volume_mb: int, progress: Callable[[str], None]
-) -> list[SizeResult]:
-    streams.run(Load((sizes[0],)), WARM_UP_BYTES // (sizes[0] + CALL_OVERHEAD_BYTES))  # the processes start cold
-    results = []
-    for size_bytes in sizes:
-        calls = volume_mb * 1_000_000 // (size_bytes + CALL_OVERHEAD_BYTES)
-        progress(f"{calls:,} calls of {size_bytes} B")
-        done = streams.run(Load((size_bytes,)), calls)
-        rate = done.calls_per_s
-        results.append(SizeResult(size_bytes, done.calls, done.seconds, rate, rate * size_bytes / 1e6))
-    return results
-
-
-def measure_replay(receiver: Service) -> Replay | None:
+def measure_replay(receiver: Service) -> Measured | None:
     """Kill the receiver and its coordinator; measure how fast the calls since the last checkpoint are replayed."""
     status = receiver.status()
     if status is None or not status["checkpoint"]:
@@ -205,14 +198,14 @@ def measure_replay(receiver: Service) -> Replay | None:
         calls = sum(
             batch_count(value.value) for value in log.records(checkpoint.sequence_id + 1) if value.problem is None
         )
-    receiver.start()
     begun = time.perf_counter()
+    receiver.start()
     receiver.wait_for_phase("normal")
     seconds = time.perf_counter() - begun
     status = receiver.status()
     if status is None or _positions(status) != positions:
         raise BenchError(f"after the replay the positions are {status and _positions(status)}, before {positions}")
-    return Replay(calls, seconds, calls / seconds)
+    return Measured(calls, seconds)
 
 
 def _positions(status: dict[str, Any]) -> dict[str, int]:
@@ -223,40 +216,3 @@ def batch_count(value: bytes) -> int:
     """Return the number of calls in a record, by its trailer."""
     header = decode_header(value)
     return sum(batch.count for batch in decode_trailer(value[header.size_bytes :], header.check).batches)
-
-
-# Output for people.
-
-
-def print_one_way(results: Results) -> None:
-    title = "one-way calls, executed by the receiver, both logs durable"
-    _print_one_way_table(title, results.one_way)
-    if results.one_way_curve:
-        _print_one_way_table(f"{title}, with CURVE", results.one_way_curve)
-    for plain, curve in zip(results.one_way, results.one_way_curve, strict=False):
-        echo(f"{plain.size_bytes} B with CURVE: {curve.calls_per_s / plain.calls_per_s:.0%} of the calls/s")
-    for block, rate in results.disk_mb_per_s.items():
-        echo(f"the disk alone: append + fdatasync of {block >> 10} KiB: {rate:,.0f} MB/s")
-    if results.replay is not None:
-        replay = results.replay
-        echo(
-            f"recovery of the receiver after kill -9: {replay.calls:,} calls replayed in {replay.seconds:.2f} s, "
-            f"processes started included: {replay.calls_per_s:,.0f} calls/s"
-        )
-    for name, (coordinator, app) in results.peak_memory_mib.items():
-        echo(f"peak memory of {name}: coordinator {coordinator:.0f} MiB, app {app:.0f} MiB")
-
-
-def _print_one_way_table(title: str, results: Sequence[SizeResult]) -> None:
-    heads = ("size", "calls", "seconds", "calls/s", "MB/s")
-    rows = (
-        (
-            f"{one.size_bytes} B",
-            f"{one.calls:,}",
-            f"{one.seconds:.2f}",
-            f"{one.calls_per_s:,.0f}",
-            f"{one.mb_per_s:,.1f}",
-        )
-        for one in results
-    )
-    print_table(heads, rows, right=heads, title=title)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,75 +31,64 @@ from immortal.protocol.errors import ImmortalError
 # The disk alone: append and fdatasync.
 
 
-SECONDS = 1.0
 SIZE_BYTES_MAX = 2 << 30
 LATENCY_SAMPLES = 200
+MIB = 1 << 20
 
 
-def append_rate(folder: Path, block_size_bytes: int, seconds: float = SECONDS) -> float:
-    """Measure the bytes/s of appending blocks to a new file in ``folder``, with an fdatasync after each."""
-    path = folder / "disk-rate"
+def append_latencies(
+    folder: Path, block_size_bytes: int, *, samples: int = LATENCY_SAMPLES, seconds: float = math.inf
+) -> list[float]:
+    """Append blocks to a new file in ``folder``, an fdatasync after each, up to both limits; return the times in s."""
     block = os.urandom(block_size_bytes)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        written_bytes = 0
-        begun = time.perf_counter()
-        while (spent := time.perf_counter() - begun) < seconds and written_bytes < SIZE_BYTES_MAX:
-            written_bytes += os.write(descriptor, block)
-            os.fdatasync(descriptor)
-        return written_bytes / spent
-    finally:
-        os.close(descriptor)
-        path.unlink()
-
-
-def append_latencies(folder: Path, block_size_bytes: int, samples: int = LATENCY_SAMPLES) -> list[float]:
-    """Append ``samples`` blocks to a new file in ``folder``, an fdatasync after each; return the sorted times in s."""
-    path = folder / "disk-latency"
-    block = os.urandom(block_size_bytes)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        latencies_s = []
-        for _ in range(samples):
-            begun = time.perf_counter()
-            os.write(descriptor, block)
-            os.fdatasync(descriptor)
+    latencies_s: list[float] = []
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        ended = time.perf_counter() + seconds
+        while len(latencies_s) < samples and (begun := time.perf_counter()) < ended:
+            file.write(block)
+            os.fdatasync(file.fileno())
             latencies_s.append(time.perf_counter() - begun)
-        return sorted(latencies_s)
-    finally:
-        os.close(descriptor)
-        path.unlink()
+    return latencies_s
+
+
+def append_rate(folder: Path, block_size_bytes: int, seconds: float = 0.5) -> float:
+    """Measure the bytes/s of appending blocks to a new file in ``folder``, with an fdatasync after each."""
+    samples = max(1, SIZE_BYTES_MAX // block_size_bytes)
+    latencies_s = append_latencies(folder, block_size_bytes, samples=samples, seconds=seconds)
+    return block_size_bytes * len(latencies_s) / sum(latencies_s)
 
 
 # Memory and CPU time of a process, as the kernel counts them.
 
 
-MIB = 1 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a process in bytes. Shared pages: ``resident`` counts all, ``proportional`` a share, ``own`` none.
-    The process would give back ``own`` at its end."""
+    """Memory of a process in MiB. Shared pages: ``resident`` counts all, ``proportional`` a share, ``own`` none.
+    The process would give back ``own`` at its end. ``peak``: the most that ``resident`` was."""
 
-    resident: int
-    proportional: int
-    own: int
+    resident: float
+    proportional: float
+    own: float
+    peak: float
 
 
 def memory_of(pid: int) -> Memory:
     """Read the memory of a process. Raises OSError."""
-    sizes = {}
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-        name, _, value = line.partition(":")
-        sizes[name] = int(value.split()[0]) << 10
-    return Memory(sizes["Rss"], sizes["Pss"], sizes["Private_Clean"] + sizes["Private_Dirty"])
+    kib = {}
+    for file in ("smaps_rollup", "status"):
+        for name, size in re.findall(r"^(\w+):\s+(\d+) kB", Path(f"/proc/{pid}/{file}").read_text(), re.MULTILINE):
+            kib[name] = int(size)
+    own = kib["Private_Clean"] + kib["Private_Dirty"]
+    return Memory(kib["Rss"] / 1024, kib["Pss"] / 1024, own / 1024, kib["VmHWM"] / 1024)
 
 
-def processor_s(pid: int) -> float:
-    """Return the CPU seconds of a process, including ended threads, in steps of a clock tick. Raises OSError."""
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process's current threads."""
+    spent_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has just ended
+            spent_ns += int((task / "schedstat").read_text().split()[0])
+    return spent_ns / 1e9
 
 
 # The processes of a benchmark run, in a registry of its own. They are killed when the run ends.
@@ -199,13 +191,6 @@ class Service:
             if status:
                 self.check_alive()
 
-    def peak_memory_mib(self) -> tuple[float, float]:
-        """Return the peak resident memory of (coordinator, app)."""
-        return (
-            _peak_memory_mib(self.coordinator.pid if self.coordinator else 0),
-            _peak_memory_mib(self.app.pid if self.app else 0),
-        )
-
     def kill(self) -> None:
         """Kill coordinator and app with SIGKILL, and wait for their ends."""
         for process in (self.app, self.coordinator):
@@ -265,22 +250,6 @@ def hear(
     return line.strip()
 
 
-def cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process's current threads; more exact than :func:`processor_s`."""
-    spent_ns = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has just ended
-            spent_ns += int((task / "schedstat").read_text().split()[0])
-    return spent_ns / 1e9
-
-
-def _peak_memory_mib(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
-
-
 def register(
     home: Path, apps: dict[str, str], variables: dict[str, str], *, curve: bool = False, **settings: Any
 ) -> dict[str, Service]:
@@ -298,6 +267,33 @@ def register(
             keys.make(instance.folder)
         services[name] = Service(instance, app, dict(environment))
     return services
+
+
+@contextlib.contextmanager
+def running(services: Mapping[str, Service]) -> Iterator[None]:
+    """Run all services until the end of the block."""
+    try:
+        for service in services.values():
+            service.start()
+        for service in services.values():
+            service.wait_for_phase("normal")
+        yield
+    finally:
+        for service in services.values():
+            service.kill()
+
+
+def processes_of(services: Mapping[str, Service]) -> dict[str, subprocess.Popen[str]]:
+    """Return the processes of running services by name."""
+    processes = {}
+    for name, service in services.items():
+        processes[f"{name}'s app"], processes[f"{name}'s coordinator"] = reversed(service.processes())
+    return processes
+
+
+def check_all_alive(services: Mapping[str, Service]) -> None:
+    for service in services.values():
+        service.check_alive()
 
 
 # The state of a benchmark's service when it was stopped.

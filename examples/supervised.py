@@ -170,6 +170,54 @@ class Instance:
             reader.join()
 
 
+class Keeper:
+    """Keeper of a process: it starts another one, ``pause_s`` after each death, until :meth:`end`.
+
+    ``command``: returns the arguments of the next one. ``heard`` gets the lines that they print. A death with another
+    status than ``dies_with`` is the last one.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[], Sequence[str]],
+        heard: Callable[[str], None],
+        *,
+        environment: Mapping[str, str] | None = None,
+        pause_s: float = 0.0,
+        dies_with: int | None = None,
+    ) -> None:
+        self.deaths = 0
+        self._command, self._heard, self._environment = command, heard, environment
+        self._pause_s, self._dies_with = pause_s, dies_with
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._keep)
+        self._thread.start()
+
+    def _keep(self) -> None:
+        while True:
+            with self._lock:
+                if self._ended.is_set():
+                    return
+                self._process = subprocess.Popen(
+                    self._command(), env=self._environment, stdout=subprocess.PIPE, text=True
+                )
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                self._heard(line.strip())
+            status = self._process.wait()
+            if self._ended.wait(self._pause_s) or self._dies_with not in (None, status):
+                return
+            self.deaths += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended.set()
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join()
+
+
 @dataclass
 class Kill:
     """One kill -9, due when the run has counted up to ``count``."""

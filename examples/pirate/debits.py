@@ -11,63 +11,48 @@ from __future__ import annotations
 import argparse
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import vault
 
 from immortal.patterns.pirate import Policy, connect
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from supervised import STOP_S, Keeper
+
 SERVERS = 3
 LIVES_REPLIES_MAX = 30  # a server dies at one of its first replies, up to this one
 POLICY = Policy(tries=20, heartbeat_s=0.1)  # the debit is done once, however often it is tried
 
 
-class Keeper:
-    """Keeper of one server: it starts a new process whenever the last one has died."""
+class Vaults:
+    """Servers, each with a keeper that starts it again at its endpoint whenever it has died."""
 
     def __init__(self, store: Path, seed: int) -> None:
-        self.deaths = 0
-        self.endpoint = "tcp://127.0.0.1:*"
+        self.endpoints = ["tcp://127.0.0.1:*"] * SERVERS
         self._store = store
-        self._chance = random.Random(seed)
-        self._lock = threading.Lock()
-        self._ended = False
-        self._listens = threading.Event()
-        self._thread = threading.Thread(target=self._keep)
-        self._thread.start()
-        self._listens.wait()
+        self._listen = [threading.Event() for _ in range(SERVERS)]
+        self._chances = [random.Random(seed + index) for index in range(SERVERS)]
+        self.keepers = [
+            Keeper(partial(self._command, index), partial(self._heard, index), dies_with=-signal.SIGKILL)
+            for index in range(SERVERS)
+        ]
 
-    def _keep(self) -> None:
-        while (process := self._start()) is not None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("dies"):
-                    self.deaths += 1
-                else:
-                    self.endpoint = line.strip()
-                    self._listens.set()
-            if process.wait() != -signal.SIGKILL:
-                break  # the process has printed its error
-        self._listens.set()
+    def _command(self, index: int) -> list[str]:
+        dies_at = str(self._chances[index].randint(1, LIVES_REPLIES_MAX))
+        return [sys.executable, vault.__file__, str(self._store), self.endpoints[index], "--dies-at", dies_at]
 
-    def _start(self) -> subprocess.Popen[str] | None:
-        dies_at = str(self._chance.randint(1, LIVES_REPLIES_MAX))
-        command = [sys.executable, vault.__file__, str(self._store), self.endpoint, "--dies-at", dies_at]
-        with self._lock:
-            if self._ended:
-                return None
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            return self._process
+    def _heard(self, index: int, line: str) -> None:
+        if line != "dies":
+            self.endpoints[index] = line
+            self._listen[index].set()
 
-    def end(self) -> None:
-        with self._lock:
-            self._ended = True
-            self._process.kill()
-        self._thread.join()
+    def all_listen(self) -> bool:
+        return all(one.wait(STOP_S) for one in self._listen)
 
 
 def main() -> int:
@@ -78,19 +63,17 @@ def main() -> int:
     if options.debits < 1:
         parser.error(f"--debits {options.debits}; at least 1 was expected")
     with tempfile.TemporaryDirectory() as folder:
-        keepers: list[Keeper] = []
+        vaults = Vaults(Path(folder) / "store", options.seed)
         try:
-            for index in range(SERVERS):
-                keepers.append(Keeper(Path(folder) / "store", options.seed + index))
-                if keepers[-1].endpoint.endswith("*"):
-                    return 1
-            with connect([keeper.endpoint for keeper in keepers], timeout=60, policy=POLICY) as pool:
+            if not vaults.all_listen():
+                return 1  # a process has printed its error
+            with connect(vaults.endpoints, timeout=60, policy=POLICY) as pool:
                 for _ in range(options.debits):
                     left = int(pool.request(b"ada 1"))
         finally:
-            for keeper in keepers:
+            for keeper in vaults.keepers:
                 keeper.end()
-    deaths = sum(keeper.deaths for keeper in keepers)
+    deaths = sum(keeper.deaths for keeper in vaults.keepers)
     right = left == vault.BALANCE - options.debits
     print(f"{options.debits} debits of 1 coin, {deaths} servers killed with a reply on its way")
     print(f"{vault.BALANCE} - {options.debits} = {left}: {'right' if right else 'WRONG'}")

@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import subprocess
 import sys
 import tempfile
-import threading
-from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import hands
@@ -25,55 +23,13 @@ from immortal.client import connect as connect_client
 from immortal.patterns.queue import Queue, TaskFailed, connect
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from supervised import SUPERVISOR, Instance, register
+from supervised import SUPERVISOR, Instance, Keeper, register
 
 NAME = "jobs"
 TIMEOUT_S = 0.5  # of a try: shorter than a stall
 TRIES = 50  # of ordinary tasks: enough that misbehaving workers make no dead letters of them
 POISON_TRIES = 2
 RESULT_S = 120.0
-
-
-class Keeper:
-    """Keeper of one worker: it starts a new process, after a pause, whenever the last one has died."""
-
-    def __init__(self, home: Path, seed: int, pause_s: float) -> None:
-        self.said: Counter[str] = Counter()
-        self.deaths = 0
-        self._command = [sys.executable, hands.__file__, NAME, "--heartbeat", "0.2", "--seed"]
-        self._environment = {**os.environ, "IMMORTAL_HOME": str(home)}
-        self._seed = seed
-        self._pause_s = pause_s
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._process = self._start()
-        self._thread = threading.Thread(target=self._keep)
-        self._thread.start()
-
-    def _start(self) -> subprocess.Popen[str]:
-        self._seed += 1000
-        command = [*self._command, str(self._seed)]
-        return subprocess.Popen(command, env=self._environment, stdout=subprocess.PIPE, text=True)
-
-    def _keep(self) -> None:
-        while True:
-            assert self._process.stdout is not None
-            for line in self._process.stdout:
-                self.said[line.strip()] += 1
-            self._process.wait()
-            if self._ended.wait(self._pause_s):
-                return
-            self.deaths += 1
-            with self._lock:
-                if self._ended.is_set():
-                    return
-                self._process = self._start()
-
-    def end(self) -> None:
-        with self._lock:
-            self._ended.set()
-            self._process.kill()
-        self._thread.join()
 
 
 async def _run(home: Path, broker: Instance, tasks: int, kills: int) -> tuple[int, str]:
@@ -118,9 +74,18 @@ def main() -> int:
         register(home, NAME)
         broker = Instance(NAME, "immortal.patterns.queue:Queue", home, Path(folder), os.environ)
         keepers: list[Keeper] = []
+        said: list[str] = []
         try:
             broker.until_ready()
-            keepers += [Keeper(home, options.seed + index, options.pause) for index in range(options.workers)]
+            seeds = count(options.seed)
+            hand = [sys.executable, hands.__file__, NAME, "--heartbeat", "0.2", "--seed"]
+            environment = {**os.environ, "IMMORTAL_HOME": str(home)}
+            for _ in range(options.workers):
+                keepers.append(
+                    Keeper(
+                        lambda: [*hand, str(next(seeds))], said.append, environment=environment, pause_s=options.pause
+                    )
+                )
             wrong, reason = asyncio.run(_run(home, broker, options.tasks, options.kills))
             with connect_client(Queue, NAME, home=home, timeout=RESULT_S) as queue:
                 late_replies = queue.overview("dead").late_replies
@@ -128,11 +93,10 @@ def main() -> int:
             for keeper in keepers:
                 keeper.end()
             broker.end()
-    said = sum((keeper.said for keeper in keepers), Counter[str]())
     deaths = sum(keeper.deaths for keeper in keepers)
     print(f"{options.tasks} tasks, {options.workers} workers, the queue killed {options.kills} times")
-    print(f"{deaths} workers died, {said['stalls']} stalled, {late_replies} late replies were dropped")
-    print(f"the function was called to its end {said['did']} times")
+    print(f"{deaths} workers died, {said.count('stalls')} stalled, {late_replies} late replies were dropped")
+    print(f"the function was called to its end {said.count('did')} times")
     print(f"poison: {reason}")
     print(f"{options.tasks - wrong} results are right, {wrong} wrong")
     return 1 if wrong or not reason else 0

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from immortal.bench.cli import numbers
+from immortal.bench.harness import QUICK, Amounts, Context, Figure, progress_lines, show
 from immortal.bench.processes import BenchError
-from scripts.benchmarks.context import ROOT, Amounts, Context, describe, load_average, prepare_environment
-from scripts.benchmarks.figures import Figure, figures_of, number, spread
-from scripts.benchmarks.parts import PARTS
+from immortal.protocol.command_line import echo
+from scripts.benchmarks.machine import ROOT, describe, load_average, prepare_environment
+from scripts.benchmarks.parts import PARTS, figures_of
 
 _log_sizes = numbers("sizes in GiB", 0.001, 1000, "1,10,50", float)
 _peers = numbers("numbers of peers", 1, 1000, "2,50,200")
@@ -67,13 +66,13 @@ def main(
         from scripts.benchmarks.report import write_report
 
         written = write_report([_read(path) for path in reports], docs)
-        click.echo(f"written: {written}")
+        echo(f"written: {written}")
         return
     if json_file is not None and not json_file.parent.is_dir():
         raise click.UsageError(f"--json {json_file}: there is no folder {json_file.parent}")
     prepare_environment()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the servers are stopped first
-    amounts = Amounts.quick() if quick else Amounts()
+    amounts = QUICK if quick else Amounts()
     changes: dict[str, Any] = {"repeats": repeats, "seconds": seconds, "log_sizes_gib": log_sizes, "peer_counts": peers}
     amounts = dataclasses.replace(amounts, **{name: value for name, value in changes.items() if value is not None})
 
@@ -81,27 +80,20 @@ def main(
         if json_file is not None:
             json_file.write_text(json.dumps(run, indent=1) + "\n")
 
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        progress = status.update if console.is_terminal else _lines(console)
+    with progress_lines() as progress:
         context = Context(amounts, folder or Path(tempfile.gettempdir()), progress)
         result = run_suite(context, only or list(PARTS), save, quick=quick)
-    show(result, Console())
+    for part in result["parts"].values():
+        if part["error"]:
+            echo(f"{part['title']}: failed: {part['error']}")
+        else:
+            show(part["title"], figures_of(part))
+    for what, why in result["skipped"].items():
+        echo(f"skipped: {what}: {why}")
+    loads = " and ".join(f"{result['load'][when][0]:.1f} at the {when}" for when in ("start", "end"))
+    echo(f"load average: {loads}, on {result['machine']['cores']} cores")
     if any(part["error"] for part in result["parts"].values()):
         sys.exit(1)
-
-
-def _lines(console: Console) -> Any:
-    """Return a progress function for output that is no terminal: it prints each text before a colon only once."""
-    said: set[str] = set()
-
-    def progress(text: str) -> None:
-        what = text.partition(":")[0]
-        if what not in said:
-            said.add(what)
-            console.print(what, markup=False, highlight=False)
-
-    return progress
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -128,18 +120,14 @@ def run_suite(
 
     ``save`` gets the content after each part, so that an interrupted run keeps its results.
     """
-    begun = _now()
-    load = load_average()
     results: dict[str, Any] = {}
+    load = load_average()
     whole: dict[str, Any] = {
         "version": FORMAT_VERSION,
-        "begun": begun,
-        "ended": begun,
+        "begun": _now(),
         "quick": quick,
-        "repeats": context.repeats,
-        "load": {"start": load, "end": load},
+        "repeats": context.amounts.repeats,
         "machine": describe(context.folder),
-        "skipped": {},
         "parts": results,
     }
     for name in parts:
@@ -159,58 +147,14 @@ def run_suite(
             "load": load_average(),
             "figures": [dataclasses.asdict(figure) for figure in figures],
         }
-        whole["ended"] = _now()
-        whole["load"]["end"] = load_average()
-        whole["skipped"] = dict(sorted(context.skipped.items()))
+        ended = {"ended": _now(), "load": {"start": load, "end": load_average()}}
+        whole |= {**ended, "skipped": dict(sorted(context.skipped.items()))}
         save(whole)
     return whole
 
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-# The figures on a terminal.
-
-
-def show(run: dict[str, Any], console: Console) -> None:
-    for part in run["parts"].values():
-        if part["error"]:
-            console.print(f"{part['title']}: failed: {part['error']}", markup=False, style="red")
-            continue
-        table = Table(title=f"{part['title']}: medians (lowest-highest)", title_justify="left")
-        table.add_column("")
-        table.add_column("")
-        table.add_column("", justify="right", no_wrap=True)
-        figures = figures_of(part)
-        for figure in figures:
-            heading = f"{figure.name}, {figure.unit}"
-            for implementation, values in figure.samples.items():
-                table.add_row(heading, implementation, spread(values))
-                heading = ""
-            table.add_section()
-        console.print(table)
-        for figure in figures:
-            for line in format_targets(figure):
-                console.print(f"target: {figure.name}: {line}", markup=False, highlight=False)
-    for what, why in run["skipped"].items():
-        console.print(f"skipped: {what}: {why}", markup=False)
-    loads = " and ".join(f"{run['load'][when][0]:.1f} at the {when}" for when in ("start", "end"))
-    console.print(f"load average: {loads}, on {run['machine']['cores']} cores")
-
-
-def format_targets(figure: Figure) -> list[str]:
-    lines = []
-    for target in figure.targets:
-        measured = target.measured(figure.samples)
-        if measured is None:
-            continue
-        verdict = "met" if target.met(figure.samples) else "missed"
-        value = number(measured)
-        times = " times" if target.against else ""
-        of = "" if target.of == "immortal" else f"{target.of}: "
-        lines.append(f"{of}{target.in_words(figure.unit)}: {value}{times}, {verdict}")
-    return lines
 
 
 if __name__ == "__main__":

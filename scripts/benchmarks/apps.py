@@ -11,7 +11,7 @@ from statistics import median
 
 import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, query, rpc, upgrades
-from immortal.bench.apps import Caller, course, say, stopwatch
+from immortal.bench.apps import Caller, course, say_json, stopwatch
 from scripts.benchmarks.rivals import STEPS, step
 
 HOLD_AT_ONCE = 500
@@ -98,7 +98,7 @@ class WaitingCaller(Caller):
                 impulses.hold(min(HOLD_AT_ONCE, count - first))
                 while self.held < min(before + first + HOLD_AT_ONCE, before + count):
                     time.sleep(0.001)
-            say({"held": self.held})
+            say_json({"held": self.held})
             break
         super().drive(impulses)
 
@@ -115,8 +115,38 @@ class Asked(Immortal):
         return data
 
 
-class Holder(Immortal, checkpoint="fork"):
-    """Service with a state of some size."""
+TOUCHES = 1_600  # calls on their way at a time
+
+
+class Pauses:
+    """Calls that were handled since they were asked for the last time, and the longest time between two of them."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.began_s = self.handled_s = time.perf_counter()
+        self.calls, self.longest_s = 0, 0.0
+
+    def note(self) -> None:
+        now_s = time.perf_counter()
+        self.longest_s = max(self.longest_s, now_s - self.handled_s)
+        self.handled_s = now_s
+        self.calls += 1
+
+    def take(self) -> dict[str, float]:
+        now_s = time.perf_counter()
+        longest_s = max(self.longest_s, now_s - self.handled_s)
+        found = {"calls": self.calls, "seconds": now_s - self.began_s, "longest_s": longest_s}
+        self.restart()
+        return found
+
+
+pauses = Pauses()
+
+
+class Holder(Immortal):
+    """Service with a state of some size, which calls of its own change all the time once it is told "touch"."""
 
     texts: dict[int, str]
 
@@ -128,13 +158,35 @@ class Holder(Immortal, checkpoint="fork"):
         self.texts = {key: f"{key:1024}" for key in range(size_mib << 10)}
         course.done.set()
 
+    @impulse(id=2)
+    def begin(self) -> None:
+        for number in range(TOUCHES):
+            self.touch.fork(number)
+
+    @rpc(id=3)
+    def touch(self, key: int) -> None:
+        pauses.note()
+        self.texts[key % len(self.texts)] = f"{key:1024}"
+        self.touch.fork(key + 7919)
+
     @on_primary
     def drive(self, impulses: Impulses) -> None:
         for line in sys.stdin:
-            course.done.clear()
-            impulses.fill(int(line))
-            course.done.wait()
-            say({"entries": len(self.texts)})
+            match line.split():
+                case ["fill", size_mib]:
+                    course.done.clear()
+                    impulses.fill(int(size_mib))
+                    course.done.wait()
+                    say_json({"entries": len(self.texts)})
+                case ["touch"]:
+                    impulses.begin()
+                    say_json({})
+                case ["pauses"]:
+                    say_json(pauses.take())
+
+
+class ForkingHolder(Holder, checkpoint="fork"):
+    pass
 
 
 # The services for ordered multicasts: one sender, and up to 16 destinations that count.

@@ -16,7 +16,7 @@ file.
     python -m scripts.benchmarks.failover --how migrate --runs 200 --state-mib 1024 --address own --json migrate.json
     python -m scripts.benchmarks.failover --report kill.json migrate.json
 
-The last command writes the section of docs/benchmarks/figures.txt.
+The last command writes takeovers.md here, which the next ``scripts/bench --report`` takes in.
 """
 
 from __future__ import annotations
@@ -34,80 +34,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from immortal.bench.workload import percentile
 from immortal.client import connect, start
 from immortal.coordinator.instances.registry import free_port
-from scripts.benchmarks.context import ROOT, describe, load_average, prepare_environment
+from scripts.benchmarks.machine import ROOT, describe, load_average, prepare_environment
+from scripts.benchmarks.report import render
 from scripts.benchmarks.rivals.servers import postgres
 
-BEGIN, END = "<!-- failover -->", "<!-- end of failover -->"
-STEPS_MS = (10, 20, 50, 100, 200, 500, 1000)
-LINES_MAX = 20
-BAR_MAX = 60
 HOW = {
     "kill": "kill -9 of the machine",
     "migrate": "`immortal migrate`",
     "stop": "SIGTERM",
     "upgrade": "a rolling upgrade",
 }
-
-
-def histogram(waits_ms: Sequence[float]) -> list[str]:
-    """Return a line for each step from least to most: the smallest steps that give at most LINES_MAX lines."""
-    least, most = min(waits_ms), max(waits_ms)
-    step = next((step for step in STEPS_MS if most // step - least // step < LINES_MAX), STEPS_MS[-1])
-    counts = Counter(int(wait // step) for wait in waits_ms)
-    a_mark = max(1.0, max(counts.values()) / BAR_MAX)
-    return [
-        f"{place * step:>6,} to {(place + 1) * step:>6,} ms {counts[place]:>4} {'#' * round(counts[place] / a_mark)}"
-        for place in range(min(counts), max(counts) + 1)
-    ]
-
-
-def section(runs: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        BEGIN,
-        "## Takeovers and moves of an instance in PostgreSQL",
-        "",
-        "The longest time between two answers, of a caller that makes one call after the other. Two machines (for a",
-        "kill each is a PID namespace with its own host name), the database, a peer and an outside client that call,",
-        "all on one machine. Written by `python -m scripts.benchmarks.failover --report FILE ...`.",
-        "",
-        "| | state | lease | times | who waits | p50 | p90 | p99 | most |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for run in runs:
-        for who, waits_ms in run["waits_ms"].items():
-            shares = " | ".join(f"{percentile(sorted(waits_ms), percent):,.0f} ms" for percent in (50, 90, 99))
-            lines.append(
-                f"| {HOW[run['how']]} | {run['state_mib']:,} MiB | {run['lease_s']} s | {len(waits_ms)} | a {who} "
-                f"| {shares} | {max(waits_ms):,.0f} ms |"
-            )
-    for run in runs:
-        machine, load = run["machine"], run["load"]
-        lines += [
-            "",
-            f"{machine['processor']}, {machine['cores']} cores, commit {machine['commit']}; load average"
-            f" {load[0][0]} at the start, {load[1][0]} at the end.",
-        ]
-    return "\n".join([*lines, END])
-
-
-def section_of(text: str) -> str:
-    """Return the section of ``text``; "" if there is none."""
-    return text[text.index(BEGIN) : text.index(END) + len(END)] if BEGIN in text and END in text else ""
-
-
-def put(path: Path, new: str) -> None:
-    """Write the section in place of the old one, or at the end."""
-    text = path.read_text() if path.exists() else ""
-    old = section_of(text)
-    path.write_text(text.replace(old, new) if old else f"{text.rstrip()}\n\n{new}\n".lstrip())
 
 
 # Two machines, and the instance that moves between them.
@@ -232,11 +175,6 @@ class World:
         (homes[2] / "keeper").mkdir(mode=0o700, exist_ok=True)
         shutil.copy(homes[0] / "keeper" / "public_keys", homes[2] / "keeper")
 
-    def endpoint(self) -> str:
-        """Return the instance's endpoint, as its lease says."""
-        rows = self._database.execute("SELECT endpoint FROM immortal.leases WHERE until > clock_timestamp()").fetchall()
-        return rows[0][0] if rows else ""
-
     def holder(self) -> str:
         rows = self._database.execute("SELECT holder FROM immortal.leases WHERE until > clock_timestamp()").fetchall()
         return rows[0][0] if rows else ""
@@ -316,16 +254,9 @@ def made(options: argparse.Namespace) -> Iterator[World]:
                 world.end()
 
 
-def told(what: str, waits_ms: list[float]) -> None:
-    p50, p90, p99 = (percentile(sorted(waits_ms), percent) for percent in (50, 90, 99))
-    print(f"{what}: p50 {p50:.0f} ms, p90 {p90:.0f}, p99 {p99:.0f}, most {max(waits_ms):.0f}")
-    for line in histogram(waits_ms):
-        print(f"  {line}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.failover", description=__doc__)
-    parser.add_argument("--how", choices=("migrate", "stop", "kill", "upgrade"), default="migrate")
+    parser.add_argument("--how", choices=HOW, default="migrate")
     parser.add_argument("--address", choices=("own", "shared"), default="shared")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--state-mib", type=int, default=0)
@@ -338,10 +269,8 @@ def main() -> None:
     if before is not None and any(before[name] != value for name, value in about.items()):
         raise SystemExit(f"{options.json} has times of {before['how']}, {before['state_mib']} MiB: name another file")
     if options.report is not None:
-        put(
-            ROOT / "docs" / "benchmarks" / "figures.txt",
-            section([json.loads(path.read_text()) for path in options.report]),
-        )
+        runs = [json.loads(path.read_text()) for path in options.report]
+        (Path(__file__).parent / "takeovers.md").write_text(render("failover.md", runs=runs, how=HOW))
         return
     prepare_environment()
     waits: dict[str, list[float]] = {"peer": [], "client": []}
@@ -358,7 +287,9 @@ def main() -> None:
             print(f"peer {waits['peer'][-1]:.0f} ms, client {waits['client'][-1]:.0f} ms", flush=True)
         client.end()
     for who, waits_ms in waits.items():
-        told(f"{options.how}, address {options.address}, {options.state_mib} MiB, {who}", waits_ms)
+        p50, p90, p99 = (percentile(sorted(waits_ms), percent) for percent in (50, 90, 99))
+        what = f"{options.how}, address {options.address}, {options.state_mib} MiB, {who}"
+        print(f"{what}: p50 {p50:.0f} ms, p90 {p90:.0f}, p99 {p99:.0f}, most {max(waits_ms):.0f}")
     if options.json is not None:
         if before is not None:
             load[0] = before["load"][0]

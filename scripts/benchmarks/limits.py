@@ -1,4 +1,4 @@
-"""Limits of the machine without Immortal: the disk, loopback TCP, a Python loop that calls the handler.
+"""Limits of the machine without Immortal: loopback TCP, and a Python loop that calls the handler.
 
 ``python -m scripts.benchmarks.limits`` is the other end of the TCP connection: it echoes bytes, or takes them and
 answers with their number.
@@ -12,56 +12,42 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from immortal.bench.processes import BenchError, append_latencies, append_rate, hear, start_module
-from immortal.bench.workload import percentile
+from immortal.bench.processes import BenchError, hear, start_module
+from immortal.bench.workload import Measured, measured
 
-DISK_SECONDS = 0.5
+RATE_SECONDS = 0.5
 WRITE_SIZE_BYTES = 64 << 10
 ROUND_TRIPS = 2_000
+ROUND_TRIP_SIZE_BYTES = 16
 HANDLER_CALLS = 1_000_000
 _COMMAND = struct.Struct("<BQ")  # the command, and a size in bytes
 _ECHO, _TAKE = 1, 2
 
 
-def disk_rate(folder: Path, block_size_bytes: int = 1 << 20) -> float:
-    """Measure the bytes/s of append and fdatasync."""
-    return append_rate(folder, block_size_bytes, DISK_SECONDS)
-
-
-def disk_latency_us(folder: Path, percent: float) -> float:
-    """Measure append and fdatasync of 4 KiB, about the size of a small commit; in µs."""
-    return 1e6 * percentile(append_latencies(folder, 4 << 10), percent)
-
-
-def handler_rate(size_bytes: int) -> float:
-    """Measure the calls/s of a loop that calls the benchmark's handler on a plain object."""
-    taker = _Taker()
-    take = taker.take
-    data = bytes(size_bytes)
-    calls = range(HANDLER_CALLS)
-    begun = time.perf_counter()
-    for _ in calls:
-        take(data)
-    seconds = time.perf_counter() - begun
-    if taker.calls != HANDLER_CALLS:
-        raise BenchError("the loop did not call the handler")
-    return HANDLER_CALLS / seconds
-
-
 class _Taker:
-    """Receiver like ``apps.Receiver``, without anything around it."""
+    """Receiver like that of the benchmark, without anything around it."""
 
     def __init__(self) -> None:
         self.calls = self.received_bytes = 0
-        self.calls_expected = -1
 
     def take(self, data: bytes) -> None:
         self.calls += 1
         self.received_bytes += len(data)
-        if self.calls == self.calls_expected:
+        if self.calls == -1:
             raise BenchError("no such number of calls was expected")
+
+
+def handler_rate(size_bytes: int) -> Measured:
+    """Measure a loop that calls the benchmark's handler on a plain object."""
+    taker = _Taker()
+    take = taker.take
+    data = bytes(size_bytes)
+    begun = time.perf_counter()
+    for _ in range(HANDLER_CALLS):
+        take(data)
+    seconds = time.perf_counter() - begun
+    return Measured(taker.calls, seconds)
 
 
 class Loopback:
@@ -70,7 +56,7 @@ class Loopback:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def rate(self, seconds: float = DISK_SECONDS) -> float:
+    def rate(self, seconds: float = RATE_SECONDS) -> float:
         """Measure the bytes/s in one direction, written 64 KiB at a time."""
         block = bytes(WRITE_SIZE_BYTES)
         size_bytes = WRITE_SIZE_BYTES * 256
@@ -85,17 +71,18 @@ class Loopback:
             sent_bytes += size_bytes
         return sent_bytes / spent
 
-    def round_trip_us(self, percent: float, size_bytes: int = 16) -> float:
-        self._connection.sendall(_COMMAND.pack(_ECHO, size_bytes))
-        data = bytes(size_bytes)
-        latencies_s = []
+    def round_trips(self) -> Measured:
+        """Measure small round trips, one after the other."""
+        self._connection.sendall(_COMMAND.pack(_ECHO, ROUND_TRIP_SIZE_BYTES))
+        data = bytes(ROUND_TRIP_SIZE_BYTES)
+        latencies_ns = []
         for _ in range(ROUND_TRIPS):
-            begun = time.perf_counter()
+            begun_ns = time.perf_counter_ns()
             self._connection.sendall(data)
-            if _receive(self._connection, size_bytes) != data:
+            if _receive(self._connection, len(data)) != data:
                 raise BenchError("the other end sent back something else")
-            latencies_s.append(time.perf_counter() - begun)
-        return 1e6 * percentile(sorted(latencies_s), percent)
+            latencies_ns.append(time.perf_counter_ns() - begun_ns)
+        return measured(latencies_ns, sum(latencies_ns) / 1e9)
 
 
 @contextlib.contextmanager
@@ -109,12 +96,11 @@ def loopback() -> Iterator[Loopback]:
 
 def _receive(connection: socket.socket, size_bytes: int) -> bytes:
     data = bytearray()
-    while len(data) < size_bytes:
-        piece = connection.recv(min(size_bytes - len(data), 1 << 20))
-        if not piece:
-            raise EOFError
+    while piece := connection.recv(min(size_bytes - len(data), 1 << 20)):
         data += piece
-    return bytes(data)
+        if len(data) == size_bytes:
+            return bytes(data)
+    raise EOFError
 
 
 def _serve() -> None:

@@ -13,7 +13,6 @@ of the proxy. It measures how often a message is sent, without order and in orde
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import resource
@@ -21,9 +20,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
+
+import click
 
 from immortal.messenger import Messenger, Received, RetryPolicy
+from immortal.protocol.command_line import echo, json_option
 from tests.helpers.lossy import LossyNetwork
 from tests.helpers.proxy import FaultProxy
 
@@ -36,19 +40,26 @@ LOSSY_RETRY = RetryPolicy(delay_ns_min=200_000_000, delay_ns_max=400_000_000)  #
 LOSSY_LATE_SHARE = 0.05
 DEADLINE_S = 60.0  # without any progress
 
+Network = FaultProxy | LossyNetwork
+
 
 @dataclass(slots=True)
 class Figures:
-    """Figures of one run with cut connections."""
+    """Figures of one run."""
 
+    ordered: bool
     messages: int
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of this process: both ends and the network
     delivered_once: int = 0
     delivered_twice_or_more: int = 0
     lost: int = 0
     out_of_order: int = 0
     called_back: int = 0
     cuts: int = 0
+    lost_by_network: int = 0  # messages and replies
+    late_by_network: int = 0
+    sends_per_message: float = 0.0
     sent_again: int = 0
     duplicates_dropped: int = 0
     replies_sent_again: int = 0
@@ -59,17 +70,17 @@ class Figures:
     @property
     def right(self) -> bool:
         once = self.delivered_once == self.called_back == self.messages
-        return once and not (self.delivered_twice_or_more or self.lost or self.out_of_order)
+        return once and not (self.ordered and self.out_of_order)
 
 
 class Receiver:
-    """Receiver that counts deliveries, and delays some replies."""
+    """Receiver that counts deliveries, and delays a share of the replies."""
 
-    def __init__(self, figures: Figures) -> None:
-        self.figures = figures
+    def __init__(self, figures: Figures, late_share: float) -> None:
         self.deliveries = bytearray(figures.messages)
-        self.count = 0
-        self._last = -1
+        self._figures = figures
+        self._late_share = late_share
+        self._count, self._last = 0, -1
         self._chance = random.Random(1)
         self._late: list[tuple[float, Received]] = []
         self._ended = threading.Event()
@@ -79,13 +90,13 @@ class Receiver:
     def loop(self, received: Received) -> None:
         number = int.from_bytes(received.parts[0], "little")
         self.deliveries[number] = min(255, self.deliveries[number] + 1)
-        self.figures.out_of_order += number != self._last + 1
+        self._figures.out_of_order += number != self._last + 1
         self._last = number
-        self.count += 1
-        if self.count % SAMPLED_EVERY == 0:
-            conversation = received._link
-            self.figures.replies_kept_max = max(self.figures.replies_kept_max, len(conversation.replies))
-        if self._chance.random() < LATE_SHARE:
+        self._count += 1
+        if self._count % SAMPLED_EVERY == 0:
+            replies = len(received._link.replies)
+            self._figures.replies_kept_max = max(self._figures.replies_kept_max, replies)
+        if self._chance.random() < self._late_share:
             self._late.append((time.monotonic() + LATE_S, received))
         else:
             received.reply(b"done")
@@ -100,7 +111,7 @@ class Receiver:
         self._thread.join()
 
 
-def send_all(sender: Messenger, endpoint: str, messages: int, sent: Callable[[int], None] = lambda number: None) -> int:
+def send_all(sender: Messenger, endpoint: str, messages: int, sent: Callable[[int], None]) -> int:
     """Send numbered messages, and wait for all replies; return their number. ``sent``: called after each message.
 
     Raises TimeoutError if there is no progress any more.
@@ -125,28 +136,37 @@ def send_all(sender: Messenger, endpoint: str, messages: int, sent: Callable[[in
     return called_back
 
 
-def measure(messages: int, cut_every: int) -> Figures:
-    """Send ``messages`` and wait for all replies. Raises TimeoutError if there is no progress any more."""
-    figures = Figures(messages)
-    receiver = Receiver(figures)
-    started_s = time.monotonic()
-    memory_kib = 0
-    servers, sender = Messenger(), Messenger(retry=RETRY)
-    with servers, sender, FaultProxy(servers.listen("tcp://127.0.0.1:*", receiver.loop, ordered=True)) as proxy:
+def measure(
+    messages: int,
+    network_to: Callable[[str], AbstractContextManager[Network]],
+    retry: RetryPolicy,
+    *,
+    ordered: bool = True,
+    cut_every: int = 0,
+) -> Figures:
+    """Send ``messages`` through a network and wait for all replies. Raises TimeoutError without progress."""
+    figures = Figures(ordered, messages)
+    receiver = Receiver(figures, LATE_SHARE if cut_every else 0)
+    started_s, started_cpu_s, memory_kib = time.monotonic(), time.process_time(), 0
+    servers, sender = Messenger(), Messenger(retry=retry)
+    with servers, sender, network_to(servers.listen("tcp://127.0.0.1:*", receiver.loop, ordered=ordered)) as network:
 
         def sent(number: int) -> None:
             nonlocal memory_kib
-            if number % cut_every == cut_every - 1:
-                figures.cuts += proxy.cut()
+            if cut_every and number % cut_every == cut_every - 1 and isinstance(network, FaultProxy):
+                figures.cuts += network.cut()
             if number == messages // 10:
                 memory_kib = _memory_kib()
 
-        figures.called_back = send_all(sender, proxy.endpoint, messages, sent)
+        figures.called_back = send_all(sender, network.endpoint, messages, sent)
         figures.seconds = time.monotonic() - started_s
-        figures.sent_again = sender.counters().retried
-        figures.duplicates_dropped = servers.counters().duplicates_dropped
-        figures.early_kept = servers.counters().early_kept
-        figures.replies_sent_again = servers.counters().replies_resent
+        figures.cpu_seconds = time.process_time() - started_cpu_s
+        ours, theirs = sender.counters(), servers.counters()
+        figures.sent_again, figures.sends_per_message = ours.retried, ours.sent / messages
+        figures.duplicates_dropped, figures.early_kept = theirs.duplicates_dropped, theirs.early_kept
+        figures.replies_sent_again = theirs.replies_resent
+        if isinstance(network, LossyNetwork):
+            figures.lost_by_network, figures.late_by_network = network.lost_count, network.late_count
     receiver.close()
     figures.memory_grown_mib = (_memory_kib() - memory_kib) / 1024
     figures.delivered_once = receiver.deliveries.count(1)
@@ -155,107 +175,29 @@ def measure(messages: int, cut_every: int) -> Figures:
     return figures
 
 
-@dataclass(slots=True)
-class LossFigures:
-    """Figures of a run over a network that loses packets."""
-
-    ordered: bool
-    messages: int
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0  # of this process: both ends and the network
-    sends_per_message: float = 0.0
-    lost: int = 0  # messages and replies, by the network
-    late: int = 0
-    early_kept: int = 0
-    not_once: int = 0
-    out_of_order: int = 0
-
-    @property
-    def right(self) -> bool:
-        return not (self.not_once or (self.ordered and self.out_of_order))
-
-
-def measure_loss(messages: int, loss: float, *, ordered: bool) -> LossFigures:
-    """Send ``messages`` over a lossy network, and wait for all replies. Raises TimeoutError without progress."""
-    figures = LossFigures(ordered, messages)
-    deliveries = bytearray(messages)
-    last = -1
-
-    def loop(received: Received) -> None:
-        nonlocal last
-        number = int.from_bytes(received.parts[0], "little")
-        deliveries[number] = min(255, deliveries[number] + 1)
-        figures.out_of_order += number != last + 1
-        last = number
-        received.reply(b"done")
-
-    started_s, started_cpu_s = time.monotonic(), time.process_time()
-    servers, sender = Messenger(), Messenger(retry=LOSSY_RETRY)
-    with (
-        servers,
-        sender,
-        LossyNetwork(
-            servers.listen("tcp://127.0.0.1:*", loop, ordered=ordered), loss=loss, reordered=LOSSY_LATE_SHARE
-        ) as network,
-    ):
-        send_all(sender, network.endpoint, messages)
-        figures.seconds = time.monotonic() - started_s
-        figures.cpu_seconds = time.process_time() - started_cpu_s
-        figures.sends_per_message = sender.counters().sent / messages
-        figures.early_kept = servers.counters().early_kept
-        figures.lost, figures.late = network.lost_count, network.late_count
-    figures.not_once = messages - deliveries.count(1)
-    return figures
-
-
 def _memory_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--messages", type=int, help="default 1,000,000; with --loss 20,000")
-    parser.add_argument("--cut-every", type=int, default=10_000, metavar="N")
-    parser.add_argument("--loss", type=float, metavar="SHARE")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    if options.loss is not None and not 0 <= options.loss < 1:
-        parser.error(f"--loss {options.loss}; a share from 0 to less than 1 was expected")
-    if options.messages is None:
-        options.messages = 1_000_000 if options.loss is None else 20_000
-    for name in ("messages", "cut_every"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}; at least 1 was expected")
-    if options.loss is not None:
-        return _print_loss(options.messages, options.loss, as_json=options.json)
-    figures = measure(options.messages, options.cut_every)
-    if options.json:
-        print(json.dumps(asdict(figures)))
+@click.command()
+@click.option("--messages", type=click.IntRange(1), help="[default: 1,000,000; with --loss 20,000]")
+@click.option("--cut-every", type=click.IntRange(1), default=10_000, show_default=True, metavar="N")
+@click.option("--loss", type=click.FloatRange(0, 1, max_open=True), metavar="SHARE")
+@json_option
+def main(messages: int | None, cut_every: int, loss: float | None, as_json: bool) -> None:
+    """Send many messages with forced retries, and count how often each is delivered."""
+    if loss is None:
+        runs = [measure(messages or 1_000_000, FaultProxy, RETRY, cut_every=cut_every)]
     else:
-        print(f"{figures.messages:,} messages in {figures.seconds:.1f} s, {figures.cuts} cuts of the connection")
-        print(f"delivered exactly once: {figures.delivered_once:,}; lost {figures.lost}, more than once ", end="")
-        print(f"{figures.delivered_twice_or_more}, out of order {figures.out_of_order}; ", end="")
-        print(f"callbacks {figures.called_back:,}")
-        print(f"sent again {figures.sent_again:,}; duplicates dropped {figures.duplicates_dropped:,}, ", end="")
-        print(f"too early {figures.early_kept:,}; replies sent again {figures.replies_sent_again:,}")
-        print(f"replies kept at most {figures.replies_kept_max:,}; ", end="")
-        print(f"memory grown by {figures.memory_grown_mib:.1f} MiB over the last nine tenths")
-    return 0 if figures.right else 3
-
-
-def _print_loss(messages: int, loss: float, *, as_json: bool) -> int:
-    both = [measure_loss(messages, loss, ordered=False), measure_loss(messages, loss, ordered=True)]
+        lossy = partial(LossyNetwork, loss=loss, reordered=LOSSY_LATE_SHARE)
+        runs = [measure(messages or 20_000, lossy, LOSSY_RETRY, ordered=ordered) for ordered in (False, True)]
     if as_json:
-        print(json.dumps([asdict(figures) for figures in both]))
-    for figures in both if not as_json else ():
-        print(f"{'in order' if figures.ordered else 'without order'}: {figures.messages:,} messages, ", end="")
-        print(
-            f"each sent {figures.sends_per_message:.3f} times; lost {figures.lost:,}, late {figures.late:,}, ", end=""
-        )
-        print(f"too early {figures.early_kept:,}; not once {figures.not_once}, ", end="")
-        print(f"out of order {figures.out_of_order:,}; {figures.seconds:.1f} s, {figures.cpu_seconds:.1f} s of CPU")
-    return 0 if all(figures.right for figures in both) else 3
+        echo(json.dumps(asdict(runs[0]) if loss is None else [asdict(run) for run in runs]))
+    for run in () if as_json else runs:
+        for name, value in asdict(run).items():
+            echo(f"{name.replace('_', ' ')}: {round(value, 3):,}")
+    sys.exit(0 if all(run.right for run in runs) else 3)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

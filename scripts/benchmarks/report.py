@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,9 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from scripts.benchmarks.failover import put, section_of
-from scripts.benchmarks.figures import IMMORTAL, LIMITS, Figure, Target, figures_of, number, spread
-from scripts.benchmarks.parts import TITLES
+from immortal.bench.harness import IMMORTAL, LIMITS, Figure, Target, number, spread
+from immortal.bench.workload import percentile
+from scripts.benchmarks.parts import TITLES, figures_of
 
 Run = dict[str, Any]
 
@@ -32,11 +33,8 @@ def write_report(runs: Sequence[Run], docs: Path) -> Path:
     charts = draw(groups, docs / "benchmarks")
     machines = [{key: value for key, value in run["machine"].items() if key != "commit"} for run in runs]
     by_run = [{figure.name: figure for figure in _figures(run)} for run in runs]
-    templates = Environment(  # noqa: S701 (Markdown)
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
-    templates.filters |= {"cell": _cell, "median": median, "number": number, "spread": spread}
-    text = templates.get_template("report.md").render(
+    text = render(
+        "report.md",
         runs=runs,
         machines=[machine for index, machine in enumerate(machines) if machine not in machines[:index]],
         wanted=[(figure, target) for figure in figures for target in figure.targets],
@@ -57,11 +55,19 @@ def write_report(runs: Sequence[Run], docs: Path) -> Path:
         ],
     )
     path = docs / "benchmarks" / "figures.txt"
-    failover = section_of(path.read_text()) if path.exists() else ""  # from runs of its own
-    path.write_text(f"{text.strip()}\n")
-    if failover:
-        put(path, failover)
+    path.write_text(text)
     return path
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template of this folder with its values."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    templates = Environment(  # noqa: S701 (Markdown)
+        loader=folder, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    templates.filters |= {"cell": lambda text: text.replace("|", "\\|"), "percentile": percentile}
+    templates.filters |= {"median": median, "number": number, "spread": spread}
+    return f"{templates.get_template(template).render(**values).strip()}\n"
 
 
 def _figures(run: Run) -> Iterator[Figure]:
@@ -106,10 +112,6 @@ def _title(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
 # Charts of figures that belong together: one file for each group.
 
 
@@ -133,27 +135,23 @@ def draw(groups: dict[str, list[Figure]], folder: Path) -> dict[str, Path]:
 
 
 def _draw(group: str, figures: list[Figure], path: Path) -> None:
-    lines: dict[str, list[tuple[float, list[float]]]] = {}
-    for figure in figures:
-        for name, values in figure.samples.items():
-            lines.setdefault(name, []).append((figure.x or 0.0, values))
     chart, axes = plt.subplots(figsize=SIZE_INCHES)
-    colors = iter(COLORS * 3)
-    lowest = min(median(values) for points in lines.values() for _, values in points)
-    highest = max(median(values) for points in lines.values() for _, values in points)
-    for name, points in lines.items():
-        ordered = sorted(points)
-        middles = [median(values) for _, values in ordered]
-        spreads = [
-            [middle - min(values) for middle, (_, values) in zip(middles, ordered, strict=True)],
-            [max(values) - middle for middle, (_, values) in zip(middles, ordered, strict=True)],
-        ]
+    figures = sorted(figures, key=lambda figure: figure.x or 0.0)
+    names = dict.fromkeys(name for figure in figures for name in figure.samples)
+    all_middles = []
+    for name, color in zip(names, itertools.cycle(COLORS)):
+        points = [(figure.x or 0.0, figure.samples[name]) for figure in figures if name in figure.samples]
+        middles = [median(values) for _, values in points]
+        all_middles += middles
         axes.errorbar(
-            [x for x, _ in ordered],
+            [x for x, _ in points],
             middles,
-            yerr=spreads,
+            yerr=[
+                [middle - min(values) for middle, (_, values) in zip(middles, points, strict=True)],
+                [max(values) - middle for middle, (_, values) in zip(middles, points, strict=True)],
+            ],
             label=name,
-            color=next(colors),
+            color=color,
             linestyle="--" if name in LIMITS else "-",
             marker="o",
             markersize=4,
@@ -164,7 +162,7 @@ def _draw(group: str, figures: list[Figure], path: Path) -> None:
         axes.set_xscale("log")
         axes.set_xticks(xs, [number(x) for x in xs], rotation=30 if xs[-1] > 1e5 else 0)
         axes.minorticks_off()
-    if lowest > 0 and highest / lowest > 20:
+    if min(all_middles) > 0 and max(all_middles) / min(all_middles) > 20:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)

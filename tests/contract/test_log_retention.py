@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from immortal.bench import trim as bench_trim
 from immortal.cli import main
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.clock import RunningTime
@@ -109,15 +108,6 @@ def test_a_week_is_kept_by_default_in_a_bounded_size(tmp_path: Path) -> None:
     assert kept(keep_log_days=30, keep_log_mb=50) == (2, 30, 50)
     assert kept(keep_checkpoints=None) == (None, None, None)
     assert kept(keep_checkpoints=None, keep_log_days=30) == (None, 30, None)
-
-
-def test_the_benchmark_of_trimming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_trim, "COMMITS_WITHOUT", 20)
-    monkeypatch.setattr(bench_trim, "COMMITS_MIN", 5)
-    (result,) = bench_trim.measure_trimming([(64, 3000)], home=tmp_path)
-    assert (result.size_bytes, result.records % 3000, result.without.commits) == (64, 0, 20)
-    assert result.trimming.commits >= 5
-    assert 0 < result.trimming.p50_ms <= result.trimming.p99_ms <= result.trimming.max_ms
 
 
 def test_days_at_the_command_line(tmp_path: Path) -> None:

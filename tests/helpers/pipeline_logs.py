@@ -6,7 +6,7 @@ The rows are derived from the specifications, not from the bytes: no decoder tak
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from immortal.protocol.extensions import encode_record_time
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc, encode_message
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
+from tests.helpers.synthetic_logs import Input, PlannedRecord, encode_planned
 
 COMMITTER_ID = 77
+COMMIT_SIZE_BYTES = 8 << 20
 START_NS = 1_700_000_000_000_000_000
 KINDS = {
     BatchKind.STREAM: "stream",
@@ -82,6 +84,27 @@ class RecordSpec:
         ]
         trailer = Trailer(self.time_ns, sources, [OutputMarkEntry(*mark) for mark in self.marks])
         return record + encode_trailer(trailer, int.from_bytes(record[8:16], "little"))
+
+
+def record_value(sequence_id: int, time_ns: int, first_position: int, payloads: list[bytes]) -> bytes:
+    """Return a record of one batch, as a coordinator writes it."""
+    batch = Input(BatchKind.STREAM, "sender", first_position, len(payloads), time_ns - 1000, b"".join(payloads))
+    record = PlannedRecord(time_ns, [batch], [OutputMarkEntry("receiver", sequence_id + 1, sequence_id)])
+    return encode_planned(record, COMMITTER_ID, sequence_id)
+
+
+def fill_new(folder: Path, records: Iterable[bytes]) -> None:
+    """Write a new log of ``records``."""
+    store = create_log(folder, "made-up", committer_id=COMMITTER_ID)
+    transaction, size_bytes = Transaction(), 0
+    for sequence_id, value in enumerate(records):
+        transaction.records.append((sequence_id, value))
+        size_bytes += len(value)
+        if size_bytes >= COMMIT_SIZE_BYTES:
+            store.commit(transaction)
+            transaction, size_bytes = Transaction(), 0
+    store.commit(transaction)
+    store.close()
 
 
 def record_rows(instance: str, specs: Sequence[RecordSpec]) -> list[Row]:

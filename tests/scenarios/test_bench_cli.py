@@ -1,4 +1,4 @@
-"""`immortal bench --calls` and `--failing`: they run, check what they measure, and say it in a table and as JSON."""
+"""`immortal bench` runs, checks what it measures, and says it in a table and as JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from immortal.bench.calls import EMBEDDED, SIDECARS
 from immortal.bench.workload import Case
 from immortal.cli import main
 
@@ -21,23 +22,26 @@ def bench(folder: Path, *arguments: str) -> str:
     return result.stdout
 
 
-def is_sensible(spread: dict[str, float]) -> bool:
-    return 0 < spread["lowest"] <= spread["median"] <= spread["highest"]
+def figures_of(*arguments: str) -> dict[str, Any]:
+    """Return the figures by name; each is sensible."""
+    result = CliRunner().invoke(main, ["bench", *arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    figures = {one["name"]: one["samples"] for one in json.loads(result.stdout)}
+    assert all(min(values) >= 0 < max(values) for samples in figures.values() for values in samples.values())
+    return figures
 
 
 def test_calls_in_json(tmp_path: Path) -> None:
-    results: dict[str, Any] = json.loads(bench(tmp_path, "--json"))
-    assert [one["outstanding"] for one in results["columns"]] == [1, 20]
-    for one in results["columns"]:
-        assert one["calls"] >= 2 * one["outstanding"]
-        assert all(is_sensible(one[what]) for what in ("p50_us", "p99_us", "calls_per_s"))
-        assert one["p50_us"]["median"] <= one["p99_us"]["median"]
-        assert one["cpu_us_per_call"] == pytest.approx(sum(one["cpu_us_per_call_by_process"].values()))
-    assert is_sensible(results["disk_p50_us"])
-    turns = results["turns"]
-    assert set(turns) == {"awaited_us", "few_peers_us", "many_peers_us"}
-    assert all(0 < value < 100_000 for value in turns.values())
-    assert (results["size_bytes"], results["repeats"]) == (100, 2)
+    figures = figures_of(*BRIEFLY[1:], "--folder", str(tmp_path))
+    for count in (1, 20):
+        what = f"{count} waiting, 100 B"
+        p50, p99 = figures[f"{what}, p50"], figures[f"{what}, p99"]
+        assert set(p50) == {"immortal", "disk: append + fdatasync"}
+        assert all(len(p50[name]) == 2 for name in p50)
+        assert all(low <= high for low, high in zip(p50["immortal"], p99["immortal"], strict=True))
+        *parts, total = figures[f"{what}: CPU"].values()
+        assert total == pytest.approx([sum(turn) for turn in zip(*parts, strict=True)])
+    assert figures["one awaited call without sockets, disk and wake-ups: CPU"]["immortal"][0] < 100_000
     assert list(tmp_path.iterdir()) == []
 
 
@@ -48,7 +52,7 @@ def test_calls_in_words_where_the_user_has_a_module_called_bench(
     (tmp_path / "bench.py").write_text("")
     (tmp_path / "logs").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert "the disk alone: append + fdatasync of 4 KiB" in bench(Path("logs"))
+    assert "disk: append + fdatasync" in bench(Path("logs"))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +61,9 @@ def test_calls_in_words_where_the_user_has_a_module_called_bench(
         (["--outstanding", "0"], "expected numbers of calls, 1 to 100000"),
         (["--outstanding", "x"], "expected numbers of calls"),
         (["--size", "7"], "8<=x<=16777216"),
-        (["--trim"], "each measure something else"),
+        (["--failing"], "each measure something else"),
+        (["--curve"], "each measure something else"),
+        (["--log-key"], "is for one-way calls"),
     ],
 )
 def test_called_wrongly(arguments: list[str], words: str) -> None:
@@ -67,31 +73,26 @@ def test_called_wrongly(arguments: list[str], words: str) -> None:
 
 
 def test_one_process_beside_sidecars(tmp_path: Path) -> None:
-    arguments = ["bench", "--embedded", "--seconds", "0.05", "--repeats", "2", "--folder", str(tmp_path)]
-    result = CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    results: dict[str, Any] = json.loads(result.stdout)
-    assert [row["case"] for row in results["rows"]] == [case.value for case in Case]
-    for row in results["rows"]:
-        for side in (row["sidecars"], row["embedded"]):
-            assert side["p50_us"] > 0
-            assert 0 <= side["client_cpu_us"] < side["cpu_us"]
-            assert (side["client_cpu_us"] > 0) == (row["case"] == Case.CLIENT)
-        assert min(row["p50_ratio"], row["cpu_ratio"], row["cpu_ratio_without_client"]) > 0
-    assert (results["size_bytes"], results["rows"][0]["turns"]) == (16, 2)
+    figures = figures_of("--embedded", "--seconds", "0.05", "--repeats", "2", "--folder", str(tmp_path))
+    for case in Case:
+        (p50,) = (samples for name, samples in figures.items() if name.startswith(case) and name.endswith("p50"))
+        for samples in (p50, figures[f"{case}: CPU"]):
+            assert {name: len(values) for name, values in samples.items()} == {SIDECARS: 2, EMBEDDED: 2}
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_failing_calls_cost(tmp_path: Path) -> None:
-    arguments = ["bench", "--failing", "--state", "1,1", "--folder", str(tmp_path)]
-    result = CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)
-    assert [row["state_size_bytes"] for row in rows] == [1 << 20, 1 << 20]
-    for row in rows:
-        assert row["failures"] > 1
-        assert 0 < row["fails_p50_ms"] <= row["fails_p99_ms"]
-        assert min(row["works_p50_ms"], row["first_failure_ms"]) > 0
+    (samples,) = figures_of("--failing", "--state", "1", "--folder", str(tmp_path)).values()
+    assert set(samples) == {"works", "fails", "the first failure"}
+    assert len(samples["fails"]) > 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_way_calls_and_a_replay(tmp_path: Path) -> None:
+    arguments = ["--sizes", "16,65536", "--seconds", "0.02", "--repeats", "2", "--curve", "--log-key"]
+    figures = figures_of(*arguments, "--folder", str(tmp_path))
+    assert {"one-way 16 B", "one-way 64 KiB", "one-way 64 KiB: CPU", "one-way: peak memory"} <= set(figures)
+    assert any(name.startswith("replay of ") for name in figures)
     assert list(tmp_path.iterdir()) == []
 
 

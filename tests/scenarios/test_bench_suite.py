@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks.figures import Figure, Target
+from immortal.bench.harness import Figure, Target
 from scripts.benchmarks.parts import PARTS
 from scripts.benchmarks.report import write_report
 from tests.helpers.postgres import binaries

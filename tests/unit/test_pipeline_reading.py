@@ -13,8 +13,7 @@ from immortal.coordinator.core.interfaces import Transaction
 from immortal.log import create_log
 from immortal.pipeline.jobs.evidence import LOG, evidence_of_few, evidence_of_values
 from immortal.pipeline.reading import PIECE_SIZE_BYTES, SMALL_SIZE_BYTES, Gap, close_shared, read_range, whole_range
-from scripts.benchmarks.pipeline_source import fill_new, record_value
-from tests.helpers.pipeline_logs import flip, make_log, random_specs
+from tests.helpers.pipeline_logs import COMMITTER_ID, fill_new, flip, make_log, random_specs, record_value
 
 
 def test_small_and_large_values_come_as_they_are(tmp_path: Path) -> None:
@@ -42,7 +41,7 @@ def test_small_and_large_values_come_as_they_are(tmp_path: Path) -> None:
 
 def test_what_only_the_journal_has_is_read(tmp_path: Path) -> None:
     records = [record_value(number, 1, number + 1, [b"payload"]) for number in range(6)]
-    store = create_log(tmp_path / "log", "alice", committer_id=7)
+    store = create_log(tmp_path / "log", "alice", committer_id=COMMITTER_ID)
     store.commit(Transaction(records=list(enumerate(records[:3])), epoch=1))
     for number in range(3, 6):
         store.commit(Transaction(records=[(number, records[number])]))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from immortal.bench.harness import Figure
+
 PARTS = {
     "one_way": ("calls", "one-way calls by size, and what they cost"),
     "calls": ("calls", "awaited calls"),
@@ -17,10 +21,15 @@ PARTS = {
     "curve": ("calls", "encrypted peers"),
     "pirate": ("patterns", "request-reply to a pool of servers"),
     "queue": ("patterns", "a queue of tasks"),
-    "harmony": ("patterns", "a batch of tasks"),
     "clone": ("clone", "copies of a table"),
+    "pipeline": ("pipeline", "Spark over logs"),
     "ordering": ("ordering", "multicasts in one order"),
 }
 """Parts by name: the module, and the title."""
 
 TITLES = {name: title for name, (_, title) in PARTS.items()}
+
+
+def figures_of(part: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a part in the file of a run."""
+    return [Figure.from_json(data) for data in part["figures"]]

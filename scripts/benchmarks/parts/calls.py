@@ -6,212 +6,170 @@ The same calls also run under other conditions: with CURVE, which encrypts traff
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from immortal.bench.calls import immortal_caller, running
-from immortal.bench.one_way import ImmortalStreams, Load, OneWay, immortal_streams
-from immortal.bench.processes import BenchError, register
-from immortal.bench.workload import Measured, argument, measured
+from immortal.bench.calls import SIZE_BYTES, compare_callers, disk_latency, immortal_caller
+from immortal.bench.harness import (
+    DISK,
+    HANDLER,
+    IMMORTAL,
+    LIMITS,
+    PURE,
+    TCP,
+    Context,
+    Figure,
+    Target,
+    latency,
+    rate,
+    values,
+)
+from immortal.bench.one_way import (
+    BY_CALLS_SIZE_BYTES_MAX,
+    ImmortalStreams,
+    Load,
+    Streams,
+    compare_streams,
+    format_size,
+    immortal_streams,
+    peak_memory,
+    rate_by_size,
+)
+from immortal.bench.processes import append_rate, register, running
+from immortal.bench.workload import Measured, Run, measure_in_tasks
 from immortal.client import connect
 from immortal.coordinator.log.backends.lmdb.writer import VARIABLE
-from scripts.benchmarks.comparisons import (
-    GRPC_ASYNCIO,
-    GRPC_THREADS,
-    SIZE_BYTES,
-    Streams,
-    calls_by,
-    codec_targets,
-    grpc_caller,
-    grpc_streams,
-    immortal_by_codec,
-    latency_figure,
-    rate_figure,
-    rates,
-    streams_by,
-)
-from scripts.benchmarks.context import Context
-from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, PURE, TCP, Figure, Target
-from scripts.benchmarks.limits import disk_latency_us, disk_rate, handler_rate, loopback
+from immortal.protocol import compiled
+from scripts.benchmarks.limits import handler_rate, loopback
+from scripts.benchmarks.rivals.adapters import GRPC, GRPC_ASYNCIO, GRPC_THREADS, grpc_caller, grpc_streams
+
+Limits = dict[str, Callable[[], Any]]
 
 
 def calls(context: Context) -> list[Figure]:
     """Measure awaited calls between two services, both logs durable: one at a time, and more."""
     figures: list[Figure] = []
+    chart: dict[str, Any] = {"group": "awaited calls", "x_label": "calls outstanding"}
     with context.home() as home, ExitStack() as stack:
         ours = stack.enter_context(immortal_caller(home / "home"))
         asynchronous, threads = (stack.enter_context(grpc_caller(name)) for name in (GRPC_ASYNCIO, GRPC_THREADS))
         tcp = stack.enter_context(loopback())
         for outstanding in context.amounts.outstanding:
             if outstanding == 1:
-                limits = {
-                    **{f"{DISK}, {name}": partial(disk_latency_us, home, at) for name, at in _PERCENTILES.items()},
-                    **{f"{TCP}, {name}": partial(tcp.round_trip_us, at) for name, at in _PERCENTILES.items()},
-                }
-                measured, limited = calls_by(context, [ours, asynchronous, threads], 1, "one awaited call", limits)
-                figures += _one_at_a_time(measured, limited)
+                what = "one awaited call at a time"
+                limits: Limits = {DISK: partial(disk_latency, home), TCP: tcp.round_trips}
+                results = compare_callers(context, [ours, asynchronous, threads], 1, what, limits)
+                for percent, times in (("p50", 1.5), ("p99", 3.0), ("p99.9", None)):
+                    targets = [Target("at most", times, GRPC_THREADS)] if times else []
+                    figures.append(latency(what, percent, results, targets))
+                services = {name: some for name, some in results.items() if name not in LIMITS}
+                figures.append(rate(f"{what}, rate", services, x=1, **chart))
             else:
                 what = f"{outstanding} awaited calls outstanding"
                 callers = [ours, asynchronous, *([threads] if outstanding <= 64 else [])]
-                measured, limited = calls_by(context, callers, outstanding, what, {HANDLER: partial(handler_rate, 16)})
+                results = compare_callers(context, callers, outstanding, what, {HANDLER: partial(handler_rate, 16)})
                 targets = [Target("at least", 200e3), Target("at least", 25, GRPC_ASYNCIO)]
-                figures.append(
-                    rate_figure(
-                        what,
-                        measured,
-                        targets if outstanding == 1000 else [],
-                        limited,
-                        group="awaited calls",
-                        x=outstanding,
-                        x_label="calls outstanding",
-                    )
-                )
+                figures.append(rate(what, results, targets if outstanding == 1000 else [], x=outstanding, **chart))
     return figures
-
-
-_PERCENTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9}
-
-
-def _one_at_a_time(measured: dict[str, list[Measured]], limited: dict[str, list[float]]) -> list[Figure]:
-    targets = {"p50": [Target("at most", 1.5, GRPC_THREADS)], "p99": [Target("at most", 3.0, GRPC_THREADS)]}
-    name = "one awaited call at a time"
-    figures = [
-        latency_figure(
-            name,
-            title.replace(".", ""),
-            measured,
-            targets.get(title, []),
-            {what: limited[f"{what}, {title}"] for what in (DISK, TCP)},
-        )
-        for title in _PERCENTILES
-    ]
-    rate = rate_figure(f"{name}, rate", measured, [], group="awaited calls", x=1, x_label="calls outstanding")
-    return [*figures, rate]
 
 
 # One-way calls by size, with their costs in CPU time and memory.
 
 
-GRPC = "grpc stream"
 MIXED = Load((16, 1024, 64, 256), receivers=4)
-_BY_CALLS_MAX = 1 << 10  # larger ones are compared in MB/s
+
+
+@contextmanager
+def _immortal_by_codec(home: Path, receivers: int = 1) -> Iterator[dict[str, ImmortalStreams]]:
+    """Yield streams of Immortal as installed, and in pure Python if the codec is compiled."""
+    with ExitStack() as stack:
+        streams = {IMMORTAL: stack.enter_context(immortal_streams(home / "installed", receivers=receivers))}
+        if compiled.CODEC.is_installed:
+            pure = immortal_streams(home / "pure", receivers=receivers, variables={compiled.PURE_VARIABLE: "1"})
+            streams[PURE] = stack.enter_context(pure)
+        yield streams
+
+
+def _codec_targets(pure: float, with_compiled: float) -> list[Target]:
+    """Return the targets for calls/s."""
+    if not compiled.CODEC.is_installed:
+        return [Target("at least", pure)]
+    return [Target("at least", pure, of=PURE), Target("at least", with_compiled, note="with the compiled codec")]
 
 
 def one_way(context: Context) -> list[Figure]:
     """Measure one-way calls by size, with their costs in CPU time and memory."""
     figures: list[Figure] = []
-    with context.home() as home, immortal_by_codec(home) as ours, grpc_streams() as theirs, loopback() as tcp:
-        streams: dict[str, Streams] = {**ours, GRPC: theirs}
+    large = [Target("at least", 0.6, DISK), Target("at least", 1.0, GRPC, note="the aim")]
+    targets = {
+        16: [*_codec_targets(1.0e6, 2.0e6), Target("at least", 50, GRPC)],
+        64 << 10: large,
+        1 << 20: large,
+    }
+    with context.home() as home, _immortal_by_codec(home) as ours, grpc_streams() as theirs, loopback() as tcp:
         for size_bytes in context.amounts.sizes:
-            limits: dict[str, Callable[[], float]] = {
-                DISK: partial(disk_rate, home, max(size_bytes, 1 << 20)),
-                TCP: tcp.rate,
-                HANDLER: partial(handler_rate, size_bytes),
-            }
+            limits: Limits = {DISK: _disk_rate(home, max(size_bytes, 1 << 20)), TCP: tcp.rate}
+            if size_bytes <= BY_CALLS_SIZE_BYTES_MAX:
+                limits[HANDLER] = partial(handler_rate, size_bytes)
             what = f"one-way {format_size(size_bytes)}"
-            measured, limited = streams_by(context, streams, Load((size_bytes,)), what, limits)
-            figures.append(_rate(what, size_bytes, measured, limited))
+            results = compare_streams(context, {**ours, GRPC: theirs}, Load((size_bytes,)), what, limits)
+            figures.append(rate_by_size(what, size_bytes, results, targets=targets.get(size_bytes, [])))
             if size_bytes == 16:
-                figures += _costs(measured)
-                figures.append(_memory(ours[IMMORTAL]))
-    figures.append(_mixed(context))
+                figures += _costs({name: some for name, some in results.items() if name not in LIMITS})
+                memory = peak_memory(what, ours[IMMORTAL])
+                at_most = [Target("at most", 100, of=name) for name in memory.samples if "coordinator" in name]
+                figures.append(replace(memory, targets=at_most))
+    name = f"one-way {', '.join(map(str, sorted(MIXED.sizes)))} B mixed, four destinations"
+    with context.home() as home, _immortal_by_codec(home, MIXED.receivers) as ours:
+        figures.append(_beside_grpc(context, home, ours, name, MIXED, _codec_targets(300e3, 1.0e6)))
     return figures
 
 
-def _rate(what: str, size_bytes: int, measured: dict[str, list[OneWay]], limited: dict[str, list[float]]) -> Figure:
-    """Return a rate: calls/s for small calls, MB/s for large ones."""
-    by_calls = size_bytes <= _BY_CALLS_MAX
-    size = max(1, size_bytes)
-    samples = {
-        name: [rate if by_calls else rate * size / 1e6 for rate in turns] for name, turns in rates(measured).items()
-    }
-    for name in (DISK, TCP):
-        samples[name] = [rate / size if by_calls else rate / 1e6 for rate in limited[name]]
-    if by_calls:
-        samples[HANDLER] = limited[HANDLER]
-    targets = []
-    if size_bytes == 16:
-        targets = [
-            *codec_targets(1.0e6, 2.0e6),
-            Target("at least", 50, GRPC),
-        ]
-    elif size_bytes in (64 << 10, 1 << 20):
-        targets = [Target("at least", 0.6, DISK), Target("at least", 1.0, GRPC, note="the aim")]
-    return Figure(
-        what,
-        "calls/s" if by_calls else "MB/s",
-        "higher",
-        samples,
-        targets,
-        group="one-way, calls/s" if by_calls else "one-way, MB/s",
-        x=size_bytes,
-        x_label="size of the argument, bytes",
-    )
+def _disk_rate(home: Path, block_size_bytes: int = 1 << 20) -> Callable[[], float]:
+    return partial(append_rate, home, block_size_bytes)
 
 
-def _costs(measured: dict[str, list[OneWay]]) -> list[Figure]:
+def _costs(results: dict[str, list[Measured]]) -> list[Figure]:
     """Return CPU seconds per million calls, which are µs per call."""
     spent: dict[str, list[float]] = {}
     for codec, end in ((IMMORTAL, ""), (PURE, ", pure Python")):
-        for one in measured.get(codec, ()):
+        for one in results.get(codec, ()):
             for process, seconds in one.cpu_s.items():
                 spent.setdefault(f"{process}{end}", []).append(1e6 * seconds / one.calls)
-    coordinators = {name: values for name, values in spent.items() if "coordinator" in name}
-    total = {name: [1e6 * sum(one.cpu_s.values()) / one.calls for one in runs] for name, runs in measured.items()}
-    unit = "CPU s per million calls"
+    targets = [Target("at most", 1.0, of=name) for name in spent if "coordinator" in name]
+    unit, what = "CPU s per million calls", "one-way 16 B: CPU of"
     return [
-        Figure(
-            "one-way 16 B: CPU of each process",
-            unit,
-            "lower",
-            spent,
-            [Target("at most", 1.0, of=name) for name in coordinators],
-        ),
-        Figure("one-way 16 B: CPU of all processes", unit, "lower", total),
+        Figure(f"{what} each process", unit, "lower", spent, targets),
+        Figure(f"{what} all processes", unit, "lower", values(results, "cpu_us")),
     ]
 
 
-def _memory(ours: ImmortalStreams) -> Figure:
-    samples: dict[str, list[float]] = {}
-    for name, service in ours.services.items():
-        coordinator, app = service.peak_memory_mib()
-        samples[f"{name}'s coordinator"] = [coordinator]
-        samples[f"{name}'s app"] = [app]
-    targets = [Target("at most", 100, of=name) for name in samples if "coordinator" in name]
-    return Figure("one-way 16 B: peak memory", "MiB", "lower", samples, targets)
-
-
-def _mixed(context: Context) -> Figure:
-    with (
-        context.home() as home,
-        immortal_by_codec(home, receivers=MIXED.receivers) as ours,
-        grpc_streams(receivers=MIXED.receivers) as theirs,
-    ):
-        limits: dict[str, Callable[[], float]] = {
-            DISK: lambda: disk_rate(home) / MIXED.mean_size_bytes,
-            HANDLER: partial(handler_rate, round(MIXED.mean_size_bytes)),
-        }
-        streams: dict[str, Streams] = {**ours, GRPC: theirs}
-        measured, limited = streams_by(context, streams, MIXED, "mixed sizes, four destinations", limits)
-    targets = codec_targets(300e3, 1.0e6)
-    name = f"one-way {', '.join(map(str, sorted(MIXED.sizes)))} B mixed, four destinations"
-    return Figure(name, "calls/s", "higher", {**rates(measured), **limited}, targets)
-
-
-def format_size(size_bytes: int) -> str:
-    if size_bytes >= 1 << 20:
-        return f"{size_bytes >> 20} MiB"
-    return f"{size_bytes >> 10} KiB" if size_bytes >= 1 << 10 else f"{size_bytes} B"
+def _beside_grpc(
+    context: Context,
+    home: Path,
+    ours: Mapping[str, Streams],
+    name: str,
+    load: Load,
+    targets: Sequence[Target] = (),
+) -> Figure:
+    """Return the rate of ``ours`` beside gRPC and the limits of the machine."""
+    disk_rate, mean_size_bytes = _disk_rate(home), load.mean_size_bytes
+    limits: Limits = {
+        DISK: lambda: disk_rate() / mean_size_bytes,
+        HANDLER: partial(handler_rate, round(mean_size_bytes)),
+    }
+    with grpc_streams(load.senders, load.receivers) as theirs:
+        results = compare_streams(context, {**ours, GRPC: theirs}, load, name, limits)
+    return rate(name, results, targets)
 
 
 # More than two services: fan-out, fan-in, and a chain of five.
 
 
-GRPC = "grpc stream"
 CHAIN = {
     "caller": "immortal.bench.apps:Caller",
     "callee": "scripts.benchmarks.apps:Relay",
@@ -223,40 +181,24 @@ CHAIN = {
 
 def shapes(context: Context) -> list[Figure]:
     """Measure more than two services: fan-out, fan-in, and a chain of five."""
-    peers = context.amounts.peers
-    return [
-        _one_way(context, f"one-way 16 B, fan-out to {peers}", Load((16,), receivers=peers)),
-        _one_way(context, f"one-way 16 B, fan-in from {peers}", Load((16,), senders=peers)),
-        *_chain(context),
-    ]
-
-
-def _one_way(context: Context, name: str, load: Load) -> Figure:
-    with (
-        context.home() as home,
-        immortal_streams(home, load.senders, load.receivers) as ours,
-        grpc_streams(load.senders, load.receivers) as theirs,
+    figures, peers = [], context.amounts.peers
+    for name, load in (
+        (f"one-way 16 B, fan-out to {peers}", Load((16,), receivers=peers)),
+        (f"one-way 16 B, fan-in from {peers}", Load((16,), senders=peers)),
     ):
-        streams: dict[str, Streams] = {IMMORTAL: ours, GRPC: theirs}
-        limits = {DISK: lambda: disk_rate(home) / load.mean_size_bytes, HANDLER: lambda: handler_rate(load.sizes[0])}
-        measured, limited = streams_by(context, streams, load, name, limits)
-    return Figure(name, "calls/s", "higher", {**rates(measured), **limited})
-
-
-def _chain(context: Context) -> list[Figure]:
-    name = "a chain of 5 services"
+        with context.home() as home, immortal_streams(home, load.senders, load.receivers) as ours:
+            figures.append(_beside_grpc(context, home, {IMMORTAL: ours}, name, load))
+    name = f"a chain of {len(CHAIN)} services"
     with context.home() as home, ExitStack() as stack:
-        ours = stack.enter_context(immortal_caller(home / "home", CHAIN))
-        theirs = stack.enter_context(grpc_caller(GRPC_ASYNCIO, relays=len(CHAIN) - 2))
-        tcp = stack.enter_context(loopback())
-        limits = {DISK: lambda: disk_latency_us(home, 50), TCP: lambda: tcp.round_trip_us(50)}
-        one, limited = calls_by(context, [ours, theirs], 1, f"{name}, one awaited call", limits)
-        many, _ = calls_by(context, [ours, theirs], 64, f"{name}, 64 awaited calls")
-    return [
-        latency_figure(f"{name}, one awaited call", "p50", one, [], limited),
-        latency_figure(f"{name}, one awaited call", "p99", one, []),
-        rate_figure(f"{name}, 64 awaited calls outstanding", many, []),
-    ]
+        relays = grpc_caller(GRPC_ASYNCIO, relays=len(CHAIN) - 2)
+        callers = [stack.enter_context(one) for one in (immortal_caller(home / "home", CHAIN), relays)]
+        limits: Limits = {DISK: partial(disk_latency, home), TCP: stack.enter_context(loopback()).round_trips}
+        what = f"{name}, one awaited call"
+        one_call = compare_callers(context, callers, 1, what, limits)
+        figures += [latency(what, percent, one_call) for percent in ("p50", "p99")]
+        what = f"{name}, 64 awaited calls outstanding"
+        figures.append(rate(what, compare_callers(context, callers, 64, what)))
+    return figures
 
 
 # Calls from outside: a call, which is logged, and a query, which is not.
@@ -265,37 +207,6 @@ def _chain(context: Context) -> list[Figure]:
 LOGGED, QUERY = f"{IMMORTAL}, a logged call", f"{IMMORTAL}, a query"
 NAME = "asked"
 APP = "scripts.benchmarks.apps:Asked"
-_WARM_UP_S = 0.2
-
-
-async def _loop(client: Any, first: int, until_s: float, latencies_ns: list[int], *, is_query: bool) -> None:
-    ask = client.query.same if is_query else client.echo
-    number = first
-    while time.perf_counter() < until_s:
-        data = argument(number, SIZE_BYTES)
-        begun_ns = time.perf_counter_ns()
-        answer = await ask(data)
-        latencies_ns.append(time.perf_counter_ns() - begun_ns)
-        if answer != data:
-            raise BenchError(f"call {number} got the answer {answer!r}")
-        number += 1
-
-
-def _turn(home: Path, outstanding: int, seconds: float, *, is_query: bool) -> Measured:
-    return asyncio.run(_asked(home, outstanding, seconds, is_query=is_query))
-
-
-async def _asked(home: Path, outstanding: int, seconds: float, *, is_query: bool) -> Measured:
-    async with connect(NAME, home=home) as client:
-        for duration_s in (_WARM_UP_S, seconds):
-            latencies_ns: list[int] = []
-            begun_s = time.perf_counter()
-            async with asyncio.TaskGroup() as group:
-                for index in range(outstanding):
-                    loop = _loop(client, index << 32, begun_s + duration_s, latencies_ns, is_query=is_query)
-                    group.create_task(loop)
-            took_s = time.perf_counter() - begun_s
-    return measured(latencies_ns, took_s)
 
 
 def queries(context: Context) -> list[Figure]:
@@ -304,13 +215,22 @@ def queries(context: Context) -> list[Figure]:
     with context.home() as home, running(register(home, {NAME: APP}, {})):
         for outstanding, what in ((1, "one call from outside at a time"), (64, "64 calls from outside outstanding")):
             turns = {
-                name: partial(_turn, home, outstanding, context.amounts.seconds, is_query=is_query)
-                for name, is_query in ((LOGGED, False), (QUERY, True))
+                name: partial(_ask, home=home, outstanding=outstanding, is_query=name == QUERY)
+                for name in (LOGGED, QUERY)
             }
-            results = context.interleave(turns, what)
-            figures += [latency_figure(what, percentile, results, []) for percentile in ("p50", "p99")]
-            figures.append(rate_figure(what, results, []))
+            results = context.compare(what, turns)
+            figures += [latency(what, "p50", results), latency(what, "p99", results), rate(what, results)]
     return figures
+
+
+def _ask(calls: int, home: Path, outstanding: int, *, is_query: bool) -> Measured:
+    async def ask() -> Measured:
+        async with connect(NAME, home=home) as client:
+            call = client.query.same if is_query else client.echo
+            await call(bytes(SIZE_BYTES))
+            return await measure_in_tasks(Run.of(calls, outstanding, SIZE_BYTES), [call] * outstanding)
+
+    return asyncio.run(ask())
 
 
 CURVE = "immortal, CURVE"
@@ -331,51 +251,42 @@ def curve(context: Context) -> list[Figure]:
 
 def slow_disk(context: Context) -> list[Figure]:
     """Measure calls on a slower disk: each commit of a log takes some milliseconds more."""
-    names = {_name(delay_ms): delay_ms for delay_ms in context.amounts.delays_ms}
-    variants = {name: {"variables": {VARIABLE: f"{delay_ms:g}"}} for name, delay_ms in names.items()}
-    fast, slow = _name(0), _name(5)
-    rate_targets = [Target("at least", 0.8, fast, of=slow)] if {fast, slow} <= set(names) else []
-    p50_targets = [Target("at most", 1e3 * (2 * 5 + 1), of=slow)] if slow in names else []
+    names = {delay_ms: f"{IMMORTAL}, {delay_ms:g} ms more" for delay_ms in context.amounts.delays_ms}
+    variants = {name: {"variables": {VARIABLE: f"{delay_ms:g}"}} for delay_ms, name in names.items()}
+    rate_targets = [Target("at least", 0.8, names[0], of=names[5])] if {0, 5} <= set(names) else []
+    p50_targets = [Target("at most", 1e3 * (2 * 5 + 1), of=names[5])] if 5 in names else []
     what = "by what each commit takes more"
     return _compared(context, variants, what, SLOW_SIZES, rate_targets, p50_targets, NOTE)
-
-
-def _name(delay_ms: float) -> str:
-    return f"{IMMORTAL}, {delay_ms:g} ms more"
 
 
 def _compared(
     context: Context,
     variants: Mapping[str, Mapping[str, Any]],
     condition: str,
-    sizes: list[int] | tuple[int, ...],
-    rate_targets: list[Target] | None = None,
-    p50_targets: list[Target] | None = None,
+    sizes: Sequence[int],
+    rate_targets: Sequence[Target] = (),
+    p50_targets: Sequence[Target] = (),
     note: str = "",
 ) -> list[Figure]:
     """Measure one-way calls of ``sizes`` bytes and awaited calls. ``variants``: options of their instances by name."""
     figures: list[Figure] = []
     with context.home() as home, ExitStack() as stack:
-        streams: dict[str, Streams] = {
+        streams = {
             name: stack.enter_context(immortal_streams(home / str(number), **options))
             for number, (name, options) in enumerate(variants.items())
         }
         for size_bytes in sizes:
             what = f"one-way {format_size(size_bytes)} {condition}"
-            measured_rates, _ = streams_by(context, streams, Load((size_bytes,)), what)
-            figures.append(Figure(what, "calls/s", "higher", rates(measured_rates), rate_targets or [], note=note))
+            results = compare_streams(context, streams, Load((size_bytes,)), what)
+            figures.append(rate(what, results, rate_targets, note=note))
     with context.home() as home, ExitStack() as stack:
         callers = [
             stack.enter_context(immortal_caller(home / str(number), name=name, **options))
             for number, (name, options) in enumerate(variants.items())
         ]
         what = f"one awaited call at a time {condition}"
-        measured, _ = calls_by(context, callers, 1, what)
-        figures += [
-            latency_figure(what, "p50", measured, p50_targets or [], note=note),
-            latency_figure(what, "p99", measured, []),
-        ]
+        results = compare_callers(context, callers, 1, what)
+        figures += [latency(what, "p50", results, p50_targets, note=note), latency(what, "p99", results)]
         what = f"1000 awaited calls outstanding {condition}"
-        measured, _ = calls_by(context, callers, 1000, what)
-        figures.append(rate_figure(what, measured, []))
+        figures.append(rate(what, compare_callers(context, callers, 1000, what)))
     return figures

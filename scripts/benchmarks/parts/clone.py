@@ -5,32 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import msgspec
-import zmq
 
 from immortal.appsdk.patterns.clone import copies, publication
-from immortal.appsdk.patterns.clone.subscriber import Access, Options, Places, Replica, Subscriber
-from immortal.bench.processes import BenchError, hear, start_module, tell
+from immortal.bench.harness import IMMORTAL, Context, Figure, rate
+from immortal.bench.processes import BenchError, hear, register, running, start_module, tell
+from immortal.bench.workload import Measured
 from immortal.client import connect
 from immortal.patterns.clone import Change, Table
 from immortal.patterns.clone import connect as connect_clone
-from scripts.benchmarks.context import Context, start_service
-from scripts.benchmarks.figures import IMMORTAL, Figure
 
 CLIENTS = 100
-MANY_CLIENTS = 1000
 _CHANGES = 100  # of one update
 _KEYS = 1000
 _PROCESSES = 2
@@ -40,8 +35,8 @@ _WAIT_S = 60.0
 class _Copies:
     """Many clients, in a few processes, that follow the table or ``publishers``."""
 
-    def __init__(self, stack: ExitStack, home: Path, clients: int, publishers: Sequence[str] = ()) -> None:
-        swarm = partial(start_module, __name__, "prices", str(home), str(clients // _PROCESSES), *publishers)
+    def __init__(self, stack: ExitStack, home: Path, publishers: Sequence[str] = ()) -> None:
+        swarm = partial(start_module, __name__, "prices", str(home), str(CLIENTS // _PROCESSES), *publishers)
         self._processes = [stack.enter_context(swarm()) for _ in range(_PROCESSES)]
         for process in self._processes:
             hear(process, "a process with copies of a table")
@@ -58,7 +53,7 @@ def _processes(home: Path) -> Iterator[str]:
     """Run a table, a forwarder of it, and a second forwarder after the first; yield the second one's endpoint."""
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
     with ExitStack() as stack:
-        start_service(stack, home, "prices", "immortal.patterns.clone:Table")
+        stack.enter_context(running(register(home, {"prices": "immortal.patterns.clone:Table"}, {})))
         place = ""
         for _ in range(2):
             upstream = ["--upstream", place] if place else []
@@ -69,18 +64,18 @@ def _processes(home: Path) -> Iterator[str]:
         yield place
 
 
-def _rate(table: Table, copies: _Copies, seconds: float) -> float:
-    """Measure changes/s, until all copies have the last one."""
+def _update(changes: int, table: Table, copies: _Copies) -> Measured:
+    """Measure changes until all copies have the last one."""
     began_s = time.perf_counter()
     count = number = 0
-    while time.perf_counter() < began_s + seconds:
+    while count < changes:
         number = table.update([_change(count + index) for index in range(_CHANGES)]).number
         count += _CHANGES
     found = copies.wait(number)
     took_s = time.perf_counter() - began_s
     if any(one["holes"] or one["dropped"] for one in found):
         raise BenchError(f"changes were lost: {found}")
-    return count / took_s
+    return Measured(count, took_s)
 
 
 def _change(index: int) -> Change:
@@ -124,115 +119,43 @@ def clone(context: Context) -> list[Figure]:
     """Measure changes of a table: how many a second, and how long until the last of many copies has one."""
     figures = []
     with context.home() as home, _processes(home) as leaf, connect(Table, "prices", home=home) as table:
-        for clients, publishers, what, meanwhile in (
-            (CLIENTS, (), f"{CLIENTS} copies", contextlib.nullcontext()),
-            (CLIENTS, (leaf,), f"{CLIENTS} copies, three levels", contextlib.nullcontext()),
-            (CLIENTS, (), f"{CLIENTS} copies, beside one that reads nothing", _one_that_reads_nothing(home)),
-            (CLIENTS, (), f"{CLIENTS} copies, entitled to a subtree", _entitled(table)),
-            (MANY_CLIENTS, (), f"{MANY_CLIENTS} copies", contextlib.nullcontext()),
+        for publishers, what, meanwhile in (
+            ((), f"{CLIENTS} copies", contextlib.nullcontext()),
+            ((leaf,), f"{CLIENTS} copies, three levels", contextlib.nullcontext()),
+            ((), f"{CLIENTS} copies, beside one that reads nothing", _one_that_reads_nothing(home)),
+            ((), f"{CLIENTS} copies, entitled to a subtree", _entitled(table)),
         ):
             with ExitStack() as stack:
                 stack.enter_context(meanwhile)
-                copies = _Copies(stack, home, clients, publishers)
-                turn = partial(_rate, table, copies, context.amounts.seconds)
+                copies = _Copies(stack, home, publishers)
                 name = f"changes of a table, {what}"
-                figures.append(Figure(name, "changes/s", "higher", context.interleave({IMMORTAL: turn}, name)))
+                results = context.compare(name, {IMMORTAL: partial(_update, table=table, copies=copies)})
+                figures.append(rate(name, results, unit="changes/s"))
                 name = f"one change until the last has it, {what}"
                 waits = context.interleave({IMMORTAL: partial(_delay_ms, table, copies)}, name)
                 figures.append(Figure(name, "ms", "lower", waits))
     return figures
 
 
-# Many clients of a table in one process: each has its connection and its copy, and reports when it reaches a number.
-#
-#     python -m scripts.benchmarks.parts.clone TABLE HOME COUNT [PUBLISHER ...]
+# Many clients of a table in one process: ``python -m scripts.benchmarks.parts.clone TABLE HOME COUNT [PUBLISHER ...]``
 #
 # On stdin: a number each line. On stdout: ``ready`` once all have a copy; for each number, once all copies have it, a
-# line with JSON: changes taken, holes, changes dropped, and the times in seconds at which the copies had it: the
-# median, and the last one.
-
-
-class Swarm:
-    def __init__(self, table: str, home: str, count: int, publishers: Sequence[str]) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        context.set(zmq.MAX_SOCKETS, 4 * count + 100)
-        self._connector = connect(Table, table, home=home)
-        access = Access(table, {"home": home}, publishers)
-        places = Places(access, self._connector.__enter__())
-        now_s = time.monotonic()
-        self._subscribers = [
-            Subscriber(context, Replica(Options(label=f"{index}")), places.find, access.finder, now_s)
-            for index in range(count)
-        ]
-        self._by_descriptor: dict[int, Subscriber] = {}
-        self._poll = select.epoll()
-        self.changes = 0
-        self.reached_s: dict[Subscriber, float] = {}
-
-    def watch(self, descriptor: int) -> None:
-        self._poll.register(descriptor, select.EPOLLIN)
-
-    def turn(self, target: int) -> list[int]:
-        """Drive the swarm once; return the watched descriptors that are ready."""
-        now_s = time.monotonic()
-        ready = [descriptor for descriptor, _ in self._poll.poll(0.05)]
-        due = {self._by_descriptor[one] for one in ready if one in self._by_descriptor}
-        due.update(one for one in self._subscribers if one.next_deadline_s() <= now_s)
-        for one in due:
-            for news in one.process(time.monotonic()):
-                self.changes += len(news.changes)
-            if one.replica.number >= target > 0 and one not in self.reached_s:
-                self.reached_s[one] = time.time()
-            self._register(one)
-        return [descriptor for descriptor in ready if descriptor not in self._by_descriptor]
-
-    def _register(self, one: Subscriber) -> None:
-        for socket in one.sockets():
-            descriptor = int(socket.getsockopt(zmq.FD))
-            if self._by_descriptor.get(descriptor) is not one:
-                with suppress(FileExistsError):  # another subscriber had it, and closed it
-                    self._poll.register(descriptor, select.EPOLLIN)
-                self._by_descriptor[descriptor] = one
-
-    @property
-    def is_whole(self) -> bool:
-        return all(one.replica.is_whole for one in self._subscribers)
-
-    def reached(self, target: int) -> bool:
-        for one in self._subscribers:
-            if one.replica.number >= target and one not in self.reached_s:
-                self.reached_s[one] = time.time()
-        return len(self.reached_s) == len(self._subscribers)
-
-    def counts(self) -> tuple[int, int]:
-        return (
-            sum(one.replica.counts.holes for one in self._subscribers),
-            sum(one.replica.counts.dropped for one in self._subscribers),
-        )
+# line with JSON: holes, changes dropped, and the time in seconds at which the last copy had it.
 
 
 def main(table: str, home: str, count: str, *publishers: str) -> None:
-    swarm = Swarm(table, home, int(count), publishers)
-    while not swarm.is_whole:
-        swarm.turn(0)
-    print("ready", flush=True)
-    swarm.watch(sys.stdin.fileno())
-    target, text = 0, b""
-    while True:
-        if swarm.turn(target):
-            data = os.read(sys.stdin.fileno(), 4096)
-            if not data:
-                return
-            text += data
-            *lines, text = text.split(b"\n")
-            if lines:
-                target = int(lines[-1])
-        if target and swarm.reached(target):
-            holes, dropped = swarm.counts()
-            times = sorted(swarm.reached_s.values())
-            found = {"changes": swarm.changes, "holes": holes, "dropped": dropped}
-            print(json.dumps({**found, "median_s": statistics.median(times), "last_s": times[-1]}), flush=True)
-            target, swarm.changes, swarm.reached_s = 0, 0, {}
+    with ExitStack() as stack:
+        copies = [
+            stack.enter_context(connect_clone(table, int, home=home, publishers=publishers, timeout=_WAIT_S))
+            for _ in range(int(count))
+        ]
+        print("ready", flush=True)
+        for line in sys.stdin:
+            for copy in copies:
+                copy.wait(int(line))
+            last_s, counts = time.time(), [copy.counts for copy in copies]
+            holes, dropped = sum(one.holes for one in counts), sum(one.dropped for one in counts)
+            print(json.dumps({"holes": holes, "dropped": dropped, "last_s": last_s}), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from immortal.bench.calls import CALL_APPS, Caller, immortal_caller
-from immortal.bench.one_way import Load, immortal_streams
-from immortal.bench.processes import BenchError, hear, start_module
-from scripts.benchmarks.comparisons import SIZE_BYTES, calls_by, latency_figure, rate_figure, rates, streams_by
-from scripts.benchmarks.context import Context
-from scripts.benchmarks.figures import DISK, IMMORTAL, Figure, Target
-from scripts.benchmarks.limits import disk_latency_us
+from immortal.bench.calls import CALL_APPS, SIZE_BYTES, Caller, compare_callers, disk_latency, immortal_caller
+from immortal.bench.harness import DISK, IMMORTAL, Context, Figure, Target, latency, rate
+from immortal.bench.one_way import Load, compare_streams, immortal_streams
+from immortal.bench.processes import BenchError
 from scripts.benchmarks.rivals import servers
+from scripts.benchmarks.rivals.adapters import DBOS_POSTGRES, DURABLE, dbos, durable_callers, has_dbos
 from tests.helpers.postgres import binaries
 
 LOCAL = "immortal, def steps"
-DBOS_SQLITE, DBOS_POSTGRES, RESTATE = "DBOS, SQLite", "DBOS, PostgreSQL", "Restate"
-RIVALS = (DBOS_SQLITE, DBOS_POSTGRES, RESTATE)
-STEPS_MODULE = "scripts.benchmarks.rivals.durable_steps"
-CALLER = "immortal.bench.apps:Caller"
+STEPS = {
+    name: {"caller": "immortal.bench.apps:Caller", "callee": f"scripts.benchmarks.apps:{steps}"}
+    for name, steps in ((IMMORTAL, "EffectSteps"), (LOCAL, "LocalSteps"))
+}
 
 
 def durable(context: Context) -> list[Figure]:
@@ -31,87 +30,39 @@ def durable(context: Context) -> list[Figure]:
     with context.home() as home, ExitStack() as stack:
         home.chmod(0o755)  # PostgreSQL's user must be able to enter it
         callers = [
-            stack.enter_context(immortal_caller(home / kind, apps(kind), name=name))
-            for name, kind in ((IMMORTAL, "EffectSteps"), (LOCAL, "LocalSteps"))
+            stack.enter_context(immortal_caller(home / apps["callee"], apps, name=name)) for name, apps in STEPS.items()
         ]
-        for name, start in _rivals(context, home).items():
+        for name, start in durable_callers(context, home).items():
             context.progress(f"starting {name}")
             try:
                 callers.append(stack.enter_context(start()))
             except BenchError as error:
-                context.skip(name, str(error).splitlines()[0])
+                context.skipped[name] = str(error).splitlines()[0]
+        rivals = [caller.name for caller in callers if caller.name in DURABLE]
         for count in context.amounts.handlers:
             what = f"three-step durable handler, {count} at a time"
-            limits = {DISK: lambda: disk_latency_us(home, 50)} if count == 1 else {}
-            measured, limited = calls_by(context, callers, count, what, limits)
-            against = [caller.name for caller in callers if caller.name in RIVALS]
-            if count == 1:
-                targets = [Target("at most", 0.2, rival) for rival in against]
-                figures.append(latency_figure(what, "p50", measured, targets, limited))
-                figures.append(latency_figure(what, "p99", measured, []))
-            targets = [Target("at least", 200, rival) for rival in against] if count > 1 else []
-            figures.append(
-                rate_figure(
-                    f"{what}, rate",
-                    measured,
-                    targets,
-                    group="three-step handlers",
-                    x=count,
-                    x_label="handlers at a time",
-                )
-            )
+            targets = [Target("at least", 200, rival) for rival in rivals] if count > 1 else []
+            at_most = [Target("at most", 0.2, rival) for rival in rivals]
+            chart: dict[str, Any] = {"group": "three-step handlers", "x": count, "x_label": "handlers at a time"}
+            figures += _calls(context, home, callers, count, what, at_most, targets, **chart)
     return figures
 
 
-def _rivals(context: Context, home: Path) -> dict[str, Callable[[], AbstractContextManager[Caller]]]:
-    starts: dict[str, Callable[[], AbstractContextManager[Caller]]] = {}
-    if has_dbos(context):
-        starts[DBOS_SQLITE] = lambda: dbos(DBOS_SQLITE, f"sqlite:///{home / 'dbos.sqlite'}")
-        if binaries() is None:
-            context.skip(DBOS_POSTGRES, "there is no PostgreSQL; on Debian: apt-get install postgresql")
-        else:
-            starts[DBOS_POSTGRES] = lambda: _dbos_postgres(home)
-    if importlib.util.find_spec("restate") is None:
-        context.skip(RESTATE, "the package restate-sdk is not installed: scripts/bench does that")
-    elif servers.restate_program() is None:
-        context.skip(RESTATE, "there is no restate-server: scripts/bench installs it where there is npm")
-    else:
-        starts[RESTATE] = lambda: _restate(home)
-    return starts
-
-
-def apps(steps: str) -> dict[str, str]:
-    """Return the apps: a caller, and the callee with handlers of the class ``steps``."""
-    return {"caller": CALLER, "callee": f"scripts.benchmarks.apps:{steps}"}
-
-
-def has_dbos(context: Context) -> bool:
-    is_there = importlib.util.find_spec("dbos") is not None
-    if not is_there:
-        context.skip("DBOS", "the package dbos is not installed: scripts/bench does that")
-    return is_there
-
-
-@contextlib.contextmanager
-def dbos(name: str, url: str) -> Iterator[Caller]:
-    """Run DBOS with its tables in the database ``url``."""
-    with start_module(STEPS_MODULE, "dbos", url) as process:
-        hear(process, name)
-        yield Caller(name, {"app": process}, lambda: None)
-
-
-@contextlib.contextmanager
-def _dbos_postgres(home: Path) -> Iterator[Caller]:
-    with servers.postgres(home) as url, dbos(DBOS_POSTGRES, url) as caller:
-        yield caller
-
-
-@contextlib.contextmanager
-def _restate(home: Path) -> Iterator[Caller]:
-    with servers.restate(home) as server, start_module(STEPS_MODULE, "restate-server") as service:
-        server.register(hear(service, RESTATE))
-        with start_module(STEPS_MODULE, "restate-client", str(server.ingress)) as client:
-            yield Caller(RESTATE, {"client": client, "service": service}, lambda: None)
+def _calls(
+    context: Context,
+    home: Path,
+    callers: list[Caller],
+    count: int,
+    what: str,
+    p50_targets: list[Target],
+    rate_targets: list[Target],
+    **chart: Any,
+) -> list[Figure]:
+    """Measure ``count`` calls at a time: their rate and, one at a time, their latency."""
+    results = compare_callers(context, callers, count, what, {DISK: partial(disk_latency, home)} if count == 1 else {})
+    latencies = [latency(what, "p50", results, p50_targets), latency(what, "p99", results)] if count == 1 else []
+    results.pop(DISK, None)
+    return [*latencies, rate(f"{what}, rate", results, rate_targets, **chart)]
 
 
 # A log in PostgreSQL: beside one in a folder of the same disk, and beside DBOS on the same server.
@@ -132,43 +83,30 @@ def database(context: Context) -> list[Figure]:
     with context.home() as home:
         home.chmod(0o755)  # PostgreSQL's user must be able to enter it
         with servers.postgres(home) as url:
-            return [*_one_way(context, home, url), *_awaited(context, home, url), *_handlers(context, home, url)]
+            return _in_database(context, home, url)
 
 
-def _one_way(context: Context, home: Path, url: str) -> list[Figure]:
+def _in_database(context: Context, home: Path, url: str) -> list[Figure]:
+    end = "log in PostgreSQL"
     what = f"one-way {SIZE_BYTES} B"
     log = servers.postgres_database(url, "one_way")
     with immortal_streams(home / "s") as ours, immortal_streams(home / "sp", log=log) as in_database:
-        measured, _ = streams_by(context, {IMMORTAL: ours, IN_DATABASE: in_database}, Load((SIZE_BYTES,)), what)
-    target = Target("at least", 300e3, of=IN_DATABASE)
-    return [Figure(f"{what}, log in PostgreSQL", "calls/s", "higher", rates(measured), [target], NOTE)]
-
-
-def _awaited(context: Context, home: Path, url: str) -> list[Figure]:
-    figures: list[Figure] = []
+        streams = {IMMORTAL: ours, IN_DATABASE: in_database}
+        results = compare_streams(context, streams, Load((SIZE_BYTES,)), what)
+    figures = [rate(f"{what}, {end}", results, [Target("at least", 300e3, of=IN_DATABASE)], note=NOTE)]
     with _both(home / "c", servers.postgres_database(url, "calls"), CALL_APPS) as callers:
+        targets = [Target("at most", 3.0, IMMORTAL, of=IN_DATABASE)]
         for count in context.amounts.outstanding:
-            what = f"{count} awaited at a time, log in PostgreSQL"
-            limits = {DISK: lambda: disk_latency_us(home, 50)} if count == 1 else {}
-            measured, limited = calls_by(context, callers, count, what, limits)
-            if count == 1:
-                target = Target("at most", 3.0, IMMORTAL, of=IN_DATABASE)
-                figures.append(latency_figure(what, "p50", measured, [target], limited))
-                figures.append(latency_figure(what, "p99", measured, []))
-            figures.append(rate_figure(f"{what}, rate", measured, []))
-    return figures
-
-
-def _handlers(context: Context, home: Path, url: str) -> list[Figure]:
-    what = f"three-step durable handler, {HANDLERS} at a time, log in PostgreSQL"
+            figures += _calls(context, home, callers, count, f"{count} awaited at a time, {end}", targets, [])
+    what = f"three-step durable handler, {HANDLERS} at a time, {end}"
     with ExitStack() as stack:
         log = servers.postgres_database(url, "handlers")
-        callers = stack.enter_context(_both(home / "h", log, apps("EffectSteps")))
+        callers = stack.enter_context(_both(home / "h", log, STEPS[IMMORTAL]))
         if has_dbos(context):
             callers.append(stack.enter_context(dbos(DBOS_POSTGRES, url)))
-        measured, _ = calls_by(context, callers, HANDLERS, what)
-    target = Target("at least", 20, DBOS_POSTGRES, of=IN_DATABASE)
-    return [rate_figure(f"{what}, rate", measured, [target])]
+        targets = [Target("at least", 20, DBOS_POSTGRES, of=IN_DATABASE)]
+        figures += _calls(context, home, callers, HANDLERS, what, [], targets)
+    return figures
 
 
 @contextmanager

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from immortal.bench.processes import BenchError, hear, start_module, tell
+from immortal.bench.harness import IMMORTAL, Context, Figure, Target, rate
+from immortal.bench.processes import BenchError, hear, register, running, start_module, tell
+from immortal.bench.workload import Measured
 from immortal.client import connect
 from scripts.benchmarks.apps import Fan, Sink
-from scripts.benchmarks.context import Context, start_service
-from scripts.benchmarks.figures import IMMORTAL, Figure, Target
 from scripts.benchmarks.rivals.servers import postgres
 from tests.helpers.postgres import binaries
 
@@ -36,6 +36,7 @@ class Sequencer:
 
         self._connection = stack.enter_context(psycopg.connect(url, autocommit=True))
         self._connection.execute(SCHEMA)
+        self._last = 0
         self._receivers = [stack.enter_context(start_module(__name__, url)) for _ in range(receivers)]
 
     def send(self, count: int) -> None:
@@ -44,23 +45,17 @@ class Sequencer:
             cursor.execute("UPDATE sequencer SET last = last + %s RETURNING last", (count,))
             row = cursor.fetchone()
             assert row is not None
-            first = row[0] - count + 1
+            self._last = row[0]
+            first = self._last - count + 1
             with cursor.copy("COPY messages FROM STDIN (FORMAT BINARY)") as copy:
                 copy.set_types(["int8", "bytea"])
                 for index in range(count):
                     copy.write_row((first + index, index.to_bytes(16, "big")))
 
-    def last(self) -> int:
-        row = self._connection.execute("SELECT last FROM sequencer").fetchone()
-        assert row is not None
-        last: int = row[0]
-        return last
-
-    def wait(self) -> None:
-        """Wait until all receivers have all messages."""
-        last = self.last()
+    def wait(self, count: int) -> None:
+        """Wait until all receivers have all messages, of which ``count`` are the last ones."""
         for receiver in self._receivers:
-            tell(receiver, str(last))
+            tell(receiver, str(self._last))
         for receiver in self._receivers:
             if (said := hear(receiver, "a receiver of the sequencer")) != "done":
                 raise BenchError(f"a receiver of the sequencer is {said}")
@@ -103,92 +98,86 @@ ALL_ROUNDS_NOTE = "All rounds, between the four processes of a plain call: none 
 _READY_S = 60.0
 
 
-@contextlib.contextmanager
-def _running(home: Path, destinations: int) -> Iterator[None]:
-    apps = {"fan": "Fan"} | {f"d{number}": "Sink" for number in range(destinations)}
-    with contextlib.ExitStack() as stack:
-        for name, cls in apps.items():
-            start_service(stack, home, name, f"scripts.benchmarks.apps:{cls}")
-        yield
+def _bursts(calls: int, send: Callable[[int], Any], wait: Callable[[int], None]) -> Measured:
+    """Measure multicasts in bursts, from the first to the last one that all have: ``wait`` waits for their number."""
+    began_s, count = time.perf_counter(), 0
+    while count < calls:
+        send(CALLS_PER_BURST)
+        count += CALLS_PER_BURST
+    wait(count)
+    return Measured(count, time.perf_counter() - began_s)
 
 
-def _rate(fan: Any, sinks: list[Any], seconds: float, *, ordered: bool) -> float:
-    """Measure multicasts/s, from the first to the last one that all have counted."""
+def _multicasts(calls: int, fan: Any, sinks: list[Any], *, ordered: bool) -> Measured:
     before = [sink.counted() for sink in sinks]
-    began_s = time.perf_counter()
-    count = 0
-    while time.perf_counter() - began_s < seconds:
-        fan.burst(CALLS_PER_BURST, len(sinks), ordered)
-        count += CALLS_PER_BURST
-    for sink, had in zip(sinks, before, strict=True):
-        while (seen := sink.counted() - had) < count:
-            if time.perf_counter() - began_s > _READY_S:
-                raise BenchError(f"{seen} of {count} multicasts have come")
-    return count / (time.perf_counter() - began_s)
+
+    def wait(count: int) -> None:
+        deadline_s = time.perf_counter() + _READY_S
+        for sink, had in zip(sinks, before, strict=True):
+            while (seen := sink.counted() - had) < count:
+                if time.perf_counter() > deadline_s:
+                    raise BenchError(f"{seen} of {count} multicasts have come")
+
+    return _bursts(calls, lambda count: fan.burst(count, len(sinks), ordered), wait)
 
 
-def _sequenced(rival: Sequencer, seconds: float) -> float:
-    """Measure the rival's rate as _rate does: one transaction for as many calls as a burst has."""
-    began_s = time.perf_counter()
-    count = 0
-    while time.perf_counter() - began_s < seconds:
-        rival.send(CALLS_PER_BURST)
-        count += CALLS_PER_BURST
-    rival.wait()
-    return count / (time.perf_counter() - began_s)
+def _awaited(
+    context: Context,
+    fan: Any,
+    what: str,
+    asks: Mapping[str, Callable[[], Any]],
+    *,
+    targets: list[Target],
+    note: str = "",
+) -> Figure:
+    """Return the median latency of the AWAITED calls that each of ``asks`` makes one after the other."""
 
+    def p50_us(ask: Callable[[], Any]) -> float:
+        fan.p50_us()
+        ask()
+        latency_us: float = fan.p50_us()
+        return latency_us
 
-def _p50_us(fan: Any, ask: Callable[[], Any]) -> float:
-    """Return the median latency of the AWAITED calls that ``ask`` makes one after the other; in µs."""
-    fan.p50_us()
-    ask()
-    latency_us: float = fan.p50_us()
-    return latency_us
+    turns = {name: partial(p50_us, ask) for name, ask in asks.items()}
+    return Figure(f"{what}, awaited, p50", "µs", "lower", context.interleave(turns, what), targets, note)
 
 
 def ordering(context: Context) -> list[Figure]:
     """Measure ordered multicasts by destinations, beside the same fan-out without an order and a sequencer."""
     figures = []
     for destinations in context.amounts.multicast_destinations:
-        with context.home() as home, _running(home, destinations), contextlib.ExitStack() as stack:
+        names = [f"d{number}" for number in range(destinations)]
+        apps = {"fan": "scripts.benchmarks.apps:Fan", **dict.fromkeys(names, "scripts.benchmarks.apps:Sink")}
+        with context.home() as home, running(register(home, apps, {})), contextlib.ExitStack() as stack:
             fan: Any = stack.enter_context(connect(Fan, "fan", home=home, timeout=_READY_S))
-            sinks = [
-                stack.enter_context(connect(Sink, f"d{number}", home=home, timeout=_READY_S))
-                for number in range(destinations)
-            ]
+            sinks = [stack.enter_context(connect(Sink, name, home=home, timeout=_READY_S)) for name in names]
             fan.ask(1, destinations, ordered=True)
-            # After bursts the disk is still busy with their writes.
-            what = f"multicasts to {destinations}, awaited, p50"
+            what = f"multicasts to {destinations}"
+            one_call = partial(fan.ask_one, AWAITED)
             asks = {
-                IMMORTAL: partial(_p50_us, fan, partial(fan.ask, AWAITED, destinations, ordered=True)),
-                UNORDERED: partial(_p50_us, fan, partial(fan.ask, AWAITED, destinations, ordered=False)),
-                ONE_CALL: partial(_p50_us, fan, partial(fan.ask_one, AWAITED)),
+                IMMORTAL: partial(fan.ask, AWAITED, destinations, ordered=True),
+                UNORDERED: partial(fan.ask, AWAITED, destinations, ordered=False),
+                ONE_CALL: one_call,
             }
+            # Before the bursts: after them the disk is still busy with their writes.
             targets = [Target("at most", 3, ONE_CALL)] if destinations == 3 else []
-            figures.append(Figure(what, "µs", "lower", context.interleave(asks, what), targets))
+            figures.append(_awaited(context, fan, what, asks, targets=targets))
             if destinations == 3:
-                figures.append(_all_rounds(context, fan))
-            what = f"multicasts to {destinations}, one-way"
-            turns = {
-                IMMORTAL: partial(_rate, fan, sinks, context.amounts.seconds, ordered=True),
-                UNORDERED: partial(_rate, fan, sinks, context.amounts.seconds, ordered=False),
+                asks = {IMMORTAL: partial(fan.ask_with_itself, AWAITED), ONE_CALL: one_call}
+                itself = "multicasts to one other and oneself"
+                figures.append(_awaited(context, fan, itself, asks, targets=targets, note=ALL_ROUNDS_NOTE))
+            sides = {
+                IMMORTAL: partial(_multicasts, fan=fan, sinks=sinks, ordered=True),
+                UNORDERED: partial(_multicasts, fan=fan, sinks=sinks, ordered=False),
             }
             if binaries() is not None:
                 rival = stack.enter_context(sequencer(context.folder, destinations))
-                turns[SEQUENCER] = partial(_sequenced, rival, context.amounts.seconds)
+                sides[SEQUENCER] = partial(_bursts, send=rival.send, wait=rival.wait)
             targets = [Target("at least", 50_000)] if destinations == 3 else []
-            figures.append(Figure(what, "multicasts/s", "higher", context.interleave(turns, what), targets))
+            what = f"{what}, one-way"
+            results = context.compare(what, sides, first_calls=CALLS_PER_BURST)
+            figures.append(rate(what, results, targets, unit="multicasts/s"))
     return figures
-
-
-def _all_rounds(context: Context, fan: Any) -> Figure:
-    what = "multicasts to one other and oneself, awaited, p50"
-    asks = {
-        IMMORTAL: partial(_p50_us, fan, partial(fan.ask_with_itself, AWAITED)),
-        ONE_CALL: partial(_p50_us, fan, partial(fan.ask_one, AWAITED)),
-    }
-    targets = [Target("at most", 3, ONE_CALL)]
-    return Figure(what, "µs", "lower", context.interleave(asks, what), targets, note=ALL_ROUNDS_NOTE)
 
 
 if __name__ == "__main__":

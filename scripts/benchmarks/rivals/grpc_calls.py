@@ -11,16 +11,16 @@ import asyncio
 import itertools
 import json
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from immortal.bench.workload import encode_measured, measure_in_tasks, measure_in_threads, read_runs
+from immortal.bench.workload import measure_in_tasks, measure_in_threads, read_runs, say
 
 SERVICE, ECHO, TAKE = "Callee", "Echo", "Take"
 ECHO_PATH, TAKE_PATH = f"/{SERVICE}/{ECHO}", f"/{SERVICE}/{TAKE}"
@@ -50,15 +50,11 @@ def _take(requests: Iterator[bytes], context: Any) -> bytes:
     return json.dumps([calls, received_bytes]).encode()
 
 
-def _say(line: object) -> None:
-    print(line, flush=True)
-
-
 def serve_threads(kind: str) -> None:
     options = STREAM_OPTIONS if kind == "stream" else None
     server = grpc.server(ThreadPoolExecutor(SERVER_THREADS[kind]), options=options)
     server.add_generic_rpc_handlers((_handlers(_echo),))
-    _say(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    print(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
     server.start()
     server.wait_for_termination()
 
@@ -74,7 +70,7 @@ async def serve_asyncio(next_address: str = "") -> None:
             return bytes(await call(request))
 
     server.add_generic_rpc_handlers((_handlers(echo),))
-    _say(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    print(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
     await server.start()
     await server.wait_for_termination()
 
@@ -83,55 +79,42 @@ def call_threads(address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(ECHO_PATH)
         for run in read_runs(sys.stdin):
-            _say(encode_measured(measure_in_threads(run, call)))
+            say(measure_in_threads(run, call))
 
 
 async def call_asyncio(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.unary_unary(ECHO_PATH)
         for run in read_runs(sys.stdin):
-            _say(encode_measured(await measure_in_tasks(run, [call] * run.outstanding)))
+            say(await measure_in_tasks(run, [call] * run.outstanding))
 
 
-def call_streams(addresses: tuple[str, ...]) -> None:
+def call_streams(*addresses: str) -> None:
     streams = [grpc.insecure_channel(address, options=STREAM_OPTIONS).stream_unary(TAKE_PATH) for address in addresses]
-    for line in sys.stdin:
-        plan = json.loads(line)
-        data = [bytes(size) for size in plan["sizes"]]
-        counts: list[list[int]] = [[] for _ in streams]
-
-        def stream(index: int, calls: int, data: list[bytes], counts: list[list[int]]) -> None:
-            requests = itertools.islice(itertools.cycle(data), calls)
-            counts[index] = json.loads(streams[index](requests))
-
-        threads = [
-            threading.Thread(target=stream, args=(index, plan["calls"], data, counts)) for index in range(len(streams))
-        ]
-        begun_s = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ended_s = time.perf_counter()
-        calls, received_bytes = map(sum, zip(*counts, strict=True))
-        _say(json.dumps({"calls": calls, "bytes": received_bytes, "begun_s": begun_s, "ended_s": ended_s}))
+    with ThreadPoolExecutor(len(streams)) as threads:
+        for line in sys.stdin:
+            plan = json.loads(line)
+            data = [bytes(size) for size in plan["sizes"]]
+            requests = [itertools.islice(itertools.cycle(data), plan["calls"]) for _ in streams]
+            begun_s = time.perf_counter()
+            counts = list(threads.map(lambda stream, some: json.loads(stream(some)), streams, requests))
+            ended_s = time.perf_counter()
+            calls, received_bytes = map(sum, zip(*counts, strict=True))
+            counted = {"calls": calls, "bytes": received_bytes, "begun_s": begun_s, "ended_s": ended_s}
+            print(json.dumps(counted), flush=True)
 
 
-def main(role: str, kind: str, *addresses: str) -> None:
-    match role, kind:
-        case "server", "threads" | "stream":
-            serve_threads(kind)
-        case "server", "asyncio":
-            asyncio.run(serve_asyncio(*addresses))
-        case "client", "threads":
-            call_threads(*addresses)
-        case "client", "asyncio":
-            asyncio.run(call_asyncio(*addresses))
-        case "client", "stream":
-            call_streams(addresses)
-        case _:
-            sys.exit(f"{role} {kind}: server or client, threads, asyncio or stream was expected")
+ROLES: dict[tuple[str, str], Callable[..., Any]] = {
+    ("server", "threads"): partial(serve_threads, "threads"),
+    ("server", "stream"): partial(serve_threads, "stream"),
+    ("server", "asyncio"): serve_asyncio,
+    ("client", "threads"): call_threads,
+    ("client", "asyncio"): call_asyncio,
+    ("client", "stream"): call_streams,
+}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    role = ROLES[sys.argv[1], sys.argv[2]](*sys.argv[3:])
+    if asyncio.iscoroutine(role):
+        asyncio.run(role)

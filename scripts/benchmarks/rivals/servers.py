@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 
 from immortal.bench.processes import BenchError
 from immortal.coordinator.service.process import die_with_parent
-from scripts.benchmarks.context import ROOT
+from scripts.benchmarks.machine import ROOT
 from tests.helpers.postgres import Postgres, binaries
 
 START_TIMEOUT_S = 60.0
@@ -49,19 +52,11 @@ def postgres_database(url: str, name: str) -> str:
 
 
 def restate_program() -> Path | None:
-    """Return the path of restate-server; None if it is not installed."""
-    program = RESTATE_FOLDER / "node_modules" / ".bin" / "restate-server"
-    if program.exists():
-        return _native(program)
-    found = shutil.which("restate-server")
+    """Return the path of restate-server; None if it is not installed. Of npm's it is the server itself instead of the
+    launcher: stopping the launcher would not stop the server."""
+    native = sorted(RESTATE_FOLDER.glob("node_modules/@restatedev/restate-server-*/bin/restate-server"))
+    found = native[0] if native else shutil.which("restate-server")
     return Path(found) if found else None
-
-
-def _native(program: Path) -> Path:
-    """Return the server itself instead of npm's launcher: stopping the launcher would not stop the server."""
-    for found in sorted(RESTATE_FOLDER.glob("node_modules/@restatedev/restate-server-*/bin/restate-server")):
-        return found
-    return program
 
 
 class Restate:
@@ -73,35 +68,26 @@ class Restate:
 
     def register(self, uri: str) -> None:
         """Register the service at ``uri``. Raises BenchError."""
-        body = f'{{"uri": "{uri}"}}'.encode()
-        head = "POST /deployments HTTP/1.1\r\nhost: local\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        answer = self._ask(self.admin, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        if b" 201 " not in answer.split(b"\r\n")[0]:
+        status, answer = self._ask(self.admin, "POST", "/deployments", json.dumps({"uri": uri}))
+        if status != HTTPStatus.CREATED:
             raise BenchError(f"Restate did not take the service: {answer[:500]!r}")
 
     def is_ready(self) -> bool:
         try:
             health = (self.admin, "/health"), (self.ingress, "/restate/health")
-            return all(
-                b" 200 "
-                in self._ask(path, f"GET {url} HTTP/1.1\r\nhost: local\r\nconnection: close\r\n\r\n".encode()).split(
-                    b"\r\n"
-                )[0]
-                for path, url in health
-            )
+            return all(self._ask(path, "GET", url)[0] == HTTPStatus.OK for path, url in health)
         except OSError:
             return False
 
     @staticmethod
-    def _ask(path: Path, request: bytes) -> bytes:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(START_TIMEOUT_S)
-            connection.connect(str(path))
-            connection.sendall(request)
-            answer = b""
-            while data := connection.recv(1 << 16):
-                answer += data
-            return answer
+    def _ask(path: Path, method: str, url: str, body: str | None = None) -> tuple[int, bytes]:
+        connection = HTTPConnection("local", timeout=START_TIMEOUT_S)
+        with contextlib.closing(connection), socket.socket(socket.AF_UNIX) as connection.sock:
+            connection.sock.settimeout(START_TIMEOUT_S)
+            connection.sock.connect(str(path))
+            connection.request(method, url, body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
 
 
 @contextlib.contextmanager
@@ -121,14 +107,15 @@ def restate(folder: Path) -> Iterator[Restate]:
             preexec_fn=die_with_parent(os.getpid()),
         )
     try:
-        found: list[Path] = []
-
-        def is_ready() -> bool:
-            found[:] = [path.parent for path in home.rglob("ingress.sock")]
-            return bool(found) and Restate(found[0]).is_ready()
-
-        _wait(is_ready, server, home / "log", "Restate")
-        yield Restate(found[0])
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            for ingress in home.rglob("ingress.sock"):
+                if (found := Restate(ingress.parent)).is_ready():
+                    yield found
+                    return
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise BenchError(f"Restate did not start: {(home / 'log').read_text()[-1500:]}")
+            time.sleep(POLL_INTERVAL_S)
     finally:
         server.terminate()
         try:
@@ -137,11 +124,3 @@ def restate(folder: Path) -> Iterator[Restate]:
             server.kill()
             server.wait()
         shutil.rmtree(home, ignore_errors=True)
-
-
-def _wait(is_ready: Callable[[], bool], server: subprocess.Popen[bytes], log: Path, name: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not is_ready():
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise BenchError(f"{name} did not start: {log.read_text()[-1500:]}")
-        time.sleep(POLL_INTERVAL_S)
