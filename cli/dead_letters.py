@@ -67,7 +67,7 @@ _all_option = click.option("--all", "all_of_them", is_flag=True, help="All that 
 
 
 def _list(settings: InstanceSettings, as_json: bool) -> None:
-    with _reader(settings) as reader:
+    with own_logs.open_reader(settings) as reader:
         found = [letter_values(letter, reader) for letter in reader.letters()]
         _tell_problems(reader)
     if as_json:
@@ -85,11 +85,11 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
 @_pass_settings
 def show(settings: InstanceSettings, wanted: MessageId, app: str | None, as_json: bool) -> None:
     """Show one: from whom, when, why, with its arguments and where it was raised."""
-    with _reader(settings) as reader:
+    with own_logs.open_reader(settings) as reader:
         letter = reader.letter((*wanted, 0, 0))
         if letter is None:
             raise _unknown(settings, wanted)
-        found = _whole(letter, reader, _decoder(settings, app))
+        found = _whole(letter, reader, decoder_for(app, settings.app))
     if as_json:
         echo_json(found)
         return
@@ -102,9 +102,9 @@ def show(settings: InstanceSettings, wanted: MessageId, app: str | None, as_json
 @_pass_settings
 def export(settings: InstanceSettings, file: Path | None, app: str | None) -> None:
     """Write all of them, one JSON object in each line, to a new FILE or to stdout."""
-    decoder = _decoder(settings, app)
+    decoder = decoder_for(app, settings.app)
     with contextlib.ExitStack() as opened:
-        reader = opened.enter_context(_reader(settings))
+        reader = opened.enter_context(own_logs.open_reader(settings))
         try:
             out = None if file is None else opened.enter_context(open(file, "x", encoding="ascii", opener=opener))
         except FileExistsError:
@@ -157,7 +157,7 @@ def _chosen(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: b
         raise click.UsageError("either IDs or --all: 'immortal dead-letters NAME' lists them")
     if all_of_them:
         return {"all": True}
-    with _reader(settings) as reader:
+    with own_logs.open_reader(settings) as reader:
         known = reader.summary().letters
     for one in ids:
         if (*one, 0, 0) not in known:
@@ -187,14 +187,6 @@ def _unknown(settings: InstanceSettings, wanted: MessageId) -> FailedError:
 # --- contents of a letter --------------------------------------------------------------------------------------------
 
 
-def _reader(settings: InstanceSettings) -> LogReader:
-    return own_logs.open_reader(settings)
-
-
-def _decoder(settings: InstanceSettings, app: str | None) -> ArgumentDecoder | None:
-    return decoder_for(app, settings.app)
-
-
 def _tell_problems(reader: LogReader) -> None:
     for problem in reader.problems:
         echo(f"warning: {problem}", err=True)
@@ -217,8 +209,7 @@ def _print_table(found: list[Values]) -> None:
     for values in found:
         why = printable(letter_why(values))
         clipped = why if len(why) <= WHY_SIZE_MAX else f"{why[: WHY_SIZE_MAX - 3]}..."
-        cells = (values["id"], values["time"][:19] + "Z", letter_method(values), values["from"] or "-", clipped)
-        rows.append(list(map(printable, cells)))
+        rows.append((values["id"], values["time"][:19] + "Z", letter_method(values), values["from"] or "-", clipped))
     print_table(("ID", "when", "method", "from", "why"), rows)
 
 

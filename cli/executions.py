@@ -164,14 +164,13 @@ def executions(ctx: click.Context, name: list[str], query: Query, state: str, li
 
 
 def _print(found: list[Execution], of: list[str] | None = None) -> None:
-    rows = [execution_row(one) for one in found]
     if not found:
         echo("no execution is like that")
-    elif of is None:
-        print_table(COLUMNS, rows, right=("ID", "took"))
-    else:
-        told = [(name, *row) for name, row in zip(of, rows, strict=True)]
-        print_table(("instance", *COLUMNS), told, right=("ID", "took"))
+        return
+    rows = [execution_row(one) for one in found]
+    if of is not None:
+        rows = [(name, *row) for name, row in zip(of, rows, strict=True)]
+    print_table(COLUMNS if of is None else ("instance", *COLUMNS), rows, right=("ID", "took"))
 
 
 _id_argument = click.argument("wanted", metavar="ID")

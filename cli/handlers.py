@@ -180,7 +180,7 @@ def retry_effect(settings: InstanceSettings, wanted: int) -> None:
     answer = _ask(settings, "retry-effect", {"task": wanted, "who": operator_name()})
     if problem := retry_problem(settings.name, answer):
         raise FailedError(printable(problem))
-    echo(printable(f"{settings.name}: {answer['text']}"))
+    echo(f"{settings.name}: {answer['text']}")
 
 
 # --- asking the coordinator ------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _order(settings: InstanceSettings, verb: str, request: Values) -> None:
     text = f"{answer['text']} (record {answer['record']}:{answer['message']})"
     if not answer["done"]:
         raise FailedError(printable(text))
-    echo(printable(f"{settings.name}: {text}"))
+    echo(f"{settings.name}: {text}")
 
 
 def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
@@ -279,9 +279,9 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
             }
         )
         return
-    echo(printable(f"{name}: view {newest['view']}, members {', '.join(newest['members'])}"))
+    echo(f"{name}: view {newest['view']}, members {', '.join(newest['members'])}")
     if silent:
-        echo(printable(f"not running here: {', '.join(silent)}"))
+        echo(f"not running here: {', '.join(silent)}")
     rows = [
         (
             printable(one),
@@ -334,7 +334,7 @@ def expel(registry: Registry, name: str, member: str, yes: bool, timeout_s: floa
     while True:
         values = _groups(ask_coordinator(settings, "handlers", {}, timeout_s=TIMEOUT_S)).get(name)
         if values is not None and member not in values["members"]:
-            echo(printable(f"{member} is expelled from {name}: view {values['view']}, {', '.join(values['members'])}"))
+            echo(f"{member} is expelled from {name}: view {values['view']}, {', '.join(values['members'])}")
             return
         if time.monotonic() >= deadline:
             waits = "; ".join(format_waits(one) for one in (values or {}).get("multicasts", ())) or "see 'group show'"

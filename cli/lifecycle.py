@@ -26,7 +26,6 @@ from immortal.coordinator.service.supervisor import RESTART_SIGNAL
 from immortal.presenters.status import operator_name
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.protocol.files import ProcessFile, is_living, is_near
-from immortal.protocol.safe_output import printable
 
 STOP_TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and for processes that do not end
 PATIENCE_S = 2.0  # before the command prints what it waits for
@@ -284,4 +283,4 @@ def migrate(registry: Registry, name: str, to: str, wait: bool, as_json: bool) -
     if as_json:
         echo_json({"name": name, "to": successor, "peer": place.endpoint()})
     else:
-        echo(printable(f"{name}: {successor} has it now, at {place.endpoint()}"))
+        echo(f"{name}: {successor} has it now, at {place.endpoint()}")

@@ -17,7 +17,6 @@ from immortal.coordinator.instances.upgrade_mark import UpgradeMark
 from immortal.coordinator.operator import control
 from immortal.presenters.status import clock_problem, format_paused, format_resumed, format_unsaved, operator_name
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
-from immortal.protocol.safe_output import printable
 
 if TYPE_CHECKING:
     from immortal.coordinator.project.project import Project
@@ -166,7 +165,7 @@ def pause(registry: Registry, name: str, as_json: bool) -> None:
     if as_json:
         echo_json({"name": name, "changed": answer["changed"], "paused": answer["paused"]})
     else:
-        echo(printable(f"{name}: {format_paused(answer)}"))
+        echo(f"{name}: {format_paused(answer)}")
 
 
 @click.command()
@@ -179,7 +178,7 @@ def resume(registry: Registry, name: str, as_json: bool) -> None:
     if as_json:
         echo_json({"name": name, "changed": answer["changed"], "was_paused": answer["paused"]})
     else:
-        echo(printable(f"{name}: {format_resumed(answer)}"))
+        echo(f"{name}: {format_resumed(answer)}")
 
 
 def _ask(registry: Registry, name: str, verb: str) -> Values:

@@ -225,6 +225,7 @@ class Kill:
     count: int
     name: str
     role: str
+    recovery_s: float | None = None
 
 
 def draw_kills(count: int, total: int, names: Iterable[str], roles: Sequence[str], source: random.Random) -> list[Kill]:

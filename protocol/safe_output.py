@@ -32,6 +32,16 @@ def safe_repr(value: object) -> str:
         return hex(value) if isinstance(value, int) else f"<a {type(value).__name__} with an integer of many digits>"
 
 
+def one_word(value: object) -> str:
+    """Return ``value`` for a line of KEY=VALUE: text that is no single word as JSON, a float with three places."""
+    if isinstance(value, float):
+        return f"{value:.3f}".rstrip("0").rstrip(".")
+    text = str(value)
+    if text and text.isprintable() and not any(one in ' "=' for one in text):
+        return text
+    return printable_json(text)
+
+
 def is_encodable(text: str) -> bool:
     """Return True if ``text`` has no lone surrogates (half a character): sent and stored text has none."""
     try:

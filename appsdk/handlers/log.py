@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.user_code import running, user_traceback
-from immortal.protocol.safe_output import RateLimit, printable, printable_json, printable_lines
+from immortal.protocol.safe_output import RateLimit, one_word, printable, printable_json, printable_lines
 from immortal.protocol.verdicts import Verdict, VerdictKind
 
 if TYPE_CHECKING:
@@ -269,7 +269,10 @@ def _line(level: str, instance: str, text: str, fields: Mapping[str, Any]) -> st
         return printable_json({**front, **values, **front})
     clock = f"{time.strftime('%H:%M:%S', time.localtime(now_s))}.{int(now_s % 1 * 1000):03d}"
     line = printable(f"{clock} {level:<7} {instance}> {text}")
-    shown = " ".join(f"{printable(name)}={_shown(value)}" for name, value in fields.items())
+    shown = " ".join(
+        f"{printable(name)}={one_word(value if isinstance(value, float) else _text(value))}"
+        for name, value in fields.items()
+    )
     return f"{line}  {shown}" if shown else line
 
 
@@ -285,12 +288,3 @@ def _text(value: object) -> str:
 
 def _json_value(value: object) -> object:
     return value if value is None or isinstance(value, bool | int | str) else _text(value)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.3f}".rstrip("0").rstrip(".")
-    text = _text(value)
-    if text and text.isprintable() and not any(one in ' "=' for one in text):
-        return text
-    return printable_json(text)

@@ -20,27 +20,23 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import wordcount
 from networks import ADDRESSES, Networks, NetworksError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from immortal.appsdk.state import decode_envelope
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
-from immortal.log import open_reader
 from immortal.protocol.errors import ImmortalError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import supervised
-from supervised import APP, COORDINATOR, REGISTRY_NAME, RunError, console
+from supervised import APP, COORDINATOR, REGISTRY_NAME, Kill, RunError, console, final_state
 
 LINES_WANTED = 600_000  # of the default input
 POLL_S = 0.05
@@ -49,7 +45,7 @@ PEER_PORT = 7400  # no other process has it in a network of its own
 READER, COUNTER = "reader", "counter"
 APPS = {READER: "wordcount:Reader", COUNTER: "wordcount:Counter"}
 SIDES = {name: side for side, name in enumerate(APPS)}
-KINDS = tuple((name, role) for name in APPS for role in (APP, COORDINATOR))
+ROLES = (APP, COORDINATOR)
 
 
 # --- the input -------------------------------------------------------------------------------------------------------
@@ -84,17 +80,6 @@ def plain_count(files: Sequence[Path]) -> tuple[Counter[str], int]:
 
 
 # --- one instance under its supervisor -------------------------------------------------------------------------------
-
-
-@dataclass
-class Kill:
-    """One kill -9, due when the instance's progress, 0 to 1, reaches ``moment``."""
-
-    name: str
-    role: str
-    moment: float
-    line: int = 0
-    recovery_s: float | None = None
 
 
 class Instance(supervised.Instance):
@@ -150,9 +135,9 @@ class Instance(supervised.Instance):
                 self.done.append(killed[0])
                 killed = None
             self.lines = max(self.lines, self._progress(status))
-            if waiting and self.lines >= waiting[0].moment * self.total and self.kill(waiting[0].role):
+            if waiting and self.lines >= waiting[0].count and self.kill(waiting[0].role):
                 kill = waiting.popleft()
-                kill.line = self.lines
+                kill.count = self.lines
                 killed = (kill, time.monotonic(), status["epoch"])
                 continue
             self.status = status
@@ -180,14 +165,6 @@ class Instance(supervised.Instance):
     def end(self) -> None:
         self.stop_watching()
         super().end()
-
-
-def draw_kills(crashes: int, source: random.Random) -> list[Kill]:
-    """Draw ``crashes`` kills at random moments; each kind occurs at least once if there are four or more."""
-    kinds = list(source.sample(KINDS, min(crashes, len(KINDS))))
-    kinds += [source.choice(KINDS) for _ in range(crashes - len(kinds))]
-    kills = [Kill(name, role, source.uniform(0.02, 0.95)) for name, role in kinds]
-    return sorted(kills, key=lambda kill: kill.moment)
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -265,29 +242,13 @@ def wait_until_complete(instances: Sequence[Instance], total: int, kill_count: i
         progress.update(kills_bar, completed=kill_count)
 
 
-def final_state(folder: Path, name: str) -> dict[str, Any]:
-    """Return the attributes in the checkpoint that the clean stop has just written."""
-    settings = Registry(folder / REGISTRY_NAME).load(name)
-    with open_reader(settings.log, name) as reader:
-        summary = reader.summary()
-        newest = summary.checkpoints[-1]
-        if newest.sequence_id != summary.last_sequence_id:
-            raise RunError(
-                f"{name}: the last checkpoint is of record {newest.sequence_id},"
-                f" the log ends with record {summary.last_sequence_id}: the stop was not clean"
-            )
-        blob = b"".join(reader.checkpoint_chunks(newest.checkpoint_id))
-        state: dict[str, Any] = msgspec.msgpack.decode(decode_envelope(blob)[1])
-        return state
-
-
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
 def compare(folder: Path, expected: Counter[str], total: int) -> list[str]:
     """Return the differences; none if all is equal."""
-    words = final_state(folder, COUNTER)["words"]
-    lines = final_state(folder, READER)["lines"]
+    counter, reader = (final_state(folder / REGISTRY_NAME, name, Path(__file__).parent) for name in (COUNTER, READER))
+    words, lines = counter["words"], reader["lines"]
     console.print(f"plain Counter: {expected.total():,} words, {len(expected):,} distinct, {total:,} lines")
     console.print(f"two immortals: {sum(words.values()):,} words, {len(words):,} distinct, {lines:,} lines")
     differences = [
@@ -303,7 +264,7 @@ def print_kills(kills: Sequence[Kill]) -> None:
     for column in ("kill -9", "at line", "recovered after"):
         table.add_column(column, justify="left" if column == "kill -9" else "right")
     for kill in kills:
-        table.add_row(f"{kill.name}'s {kill.role}", f"{kill.line:,}", f"{kill.recovery_s or 0:.2f} s")
+        table.add_row(f"{kill.name}'s {kill.role}", f"{kill.count:,}", f"{kill.recovery_s or 0:.2f} s")
     console.print(table)
 
 
@@ -337,13 +298,13 @@ def main() -> int:
     files = [file.absolute() for file in options.files] or default_files()
     expected, total = plain_count(files)
     console.print(f"{total:,} lines of {len(files):,} files; {options.crashes} kills, seed {seed}")
-    kills = draw_kills(options.crashes, random.Random(seed)) if total else []
+    kills = supervised.draw_kills(options.crashes, total, APPS, ROLES, random.Random(seed)) if total else []
 
     def work(folder: Path) -> tuple[list[str], str]:
         with ExitStack() as stack:
             networks = stack.enter_context(Networks()) if options.peer == "tcp" else None
             elapsed_s = run(folder, files, total, kills, keep=options.keep is not None, networks=networks)
-        print_kills(sorted(kills, key=lambda kill: kill.line)) if kills else None
+        print_kills(sorted(kills, key=lambda kill: kill.count)) if kills else None
         differences = compare(folder, expected, total)
         console.print(f"{total / elapsed_s:,.0f} lines/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}")
         return differences, "equal"
