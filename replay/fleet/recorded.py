@@ -14,7 +14,6 @@ from functools import lru_cache
 from itertools import islice
 from tempfile import TemporaryFile
 
-import msgspec
 from msgspec import Struct
 
 from immortal.appsdk.handlers.definition import Definition
@@ -28,9 +27,8 @@ from immortal.protocol.messages import MessageType, RpcKind
 from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
-from immortal.replay.fleet.player import LoggedRecord, Output, Place, Player, each_output, logged
+from immortal.replay.fleet.player import LoggedRecord, Output, Place, Player, logged, outputs_in
 from immortal.replay.plan import ReplayError, Route, never_was
-from immortal.replay.session import Outputs
 from immortal.replay.verify import ProvingSink
 
 _NO_TIMER = -1
@@ -58,6 +56,13 @@ class Runs:
         """Return the position of the first message behind ``position``; None if there is none."""
         at = bisect_right(self.lasts, position)
         return max(position + 1, self.firsts[at]) if at < len(self.firsts) else None
+
+    def of_record(self, sequence_id: int) -> Iterator[range]:
+        """Yield the positions of the runs of that record."""
+        at = bisect_left(self.records, sequence_id)
+        while at < len(self.records) and self.records[at] == sequence_id:
+            yield range(self.firsts[at], self.lasts[at] + 1)
+            at += 1
 
     def positions(self) -> Iterator[tuple[int, int]]:
         """Yield (position, record) of all messages."""
@@ -236,7 +241,6 @@ class Recorded:
         self._due = array("q")  # after the checkpoint, and after each record
         self._file = TemporaryFile(prefix="immortal-what-if-")  # noqa: SIM115 (open as long as the run is used)
         self._ends = array("q", [0])  # in the file, of each record's outputs
-        self._encoder = msgspec.msgpack.Encoder()
         proving = ProvingSink(source, route)
         player = Player(source, route, definition, proving, outsiders=outsiders)
         self._note(player, route.checkpoint.time_ns)
@@ -252,7 +256,7 @@ class Recorded:
             for made in turn.made:
                 last_position = made.first_position + made.count - 1
                 self.runs[made.destination].add(made.first_position, last_position, record.sequence_id)
-            self._ends.append(self._ends[-1] + (self._file.write(self._encoder.encode(turn.made)) if turn.made else 0))
+            self._ends.append(self._ends[-1] + self._file.write(turn.said))
             self.draws.add(record.sequence_id, turn.draws)
             self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
             self._note(player, record.time_ns)
@@ -279,15 +283,20 @@ class Recorded:
         due_ns = self._due[sequence_id - self.log.checkpoint.sequence_id]
         return None if due_ns == _NO_TIMER else due_ns
 
+    def said(self, sequence_id: int) -> bytes:
+        """Return the app's output in a record, as bytes; nothing if the record is not in the log's part."""
+        at = sequence_id - self.log.checkpoint.sequence_id
+        if not 0 < at < len(self._ends):
+            return b""
+        begin = self._ends[at - 1]
+        return os.pread(self._file.fileno(), self._ends[at] - begin, begin)
+
     def _made_in(self, sequence_id: int) -> dict[Place, dict[str, list[Output]]]:
         """Return what each message of a record sent, by destination."""
         found: dict[Place, dict[str, list[Output]]] = {}
-        at = sequence_id - self.log.checkpoint.sequence_id
-        if 0 < at < len(self._ends) and (size_bytes := self._ends[at] - self._ends[at - 1]):
-            data = os.pread(self._file.fileno(), size_bytes, self._ends[at - 1])
-            for made in decoding.decode(data, type=list[Outputs]):
-                for output in each_output(made):
-                    found.setdefault(output.place, {}).setdefault(output.destination, []).append(output)
+        runs = ((destination, run) for destination, runs in self.runs.items() for run in runs.of_record(sequence_id))
+        for output in outputs_in(self.said(sequence_id), self.log.source.identity.instance_name, runs):
+            found.setdefault(output.place, {}).setdefault(output.destination, []).append(output)
         return found
 
     def made(self, place: Place) -> dict[str, list[Output]]:
