@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -39,9 +39,10 @@ def what_if(
     effects: str | Answer = "fail",
     answer: Answer | None = None,
     check: Check | None = None,
-    seeds: int = 1,
+    seeds: int | Sequence[int] = 1,
     trust_pickle: bool = False,
     details: bool = False,
+    without: Collection[str] = (),
 ) -> FleetOutcome:
     """Return what would differ if other code had handled the logs of a fleet, with all consequences in its services.
 
@@ -51,7 +52,8 @@ def what_if(
     effects that no log has: "fail", "by-key" (the recorded result of the same function with the same key), or a
     function of the :class:`Call` that returns or raises. ``answer``: such a function for calls to services without a
     log. ``check``: called with the services' objects by name, after each message; it fails by False or AssertionError.
-    ``seeds``: the number of orders to try. ``details``: the outcome also has what grows with the logs.
+    ``seeds``: the orders to try, or their number. ``details``: the outcome also has what grows with the logs.
+    ``without``: services that count as ones without a log.
 
     Raises ReplayError if it can't be run, LogError.
     """
@@ -62,6 +64,9 @@ def what_if(
         for name in registry.names():
             settings = registry.load(name)
             if not log_exists(settings.log):
+                continue
+            if name in without:
+                notes.append(f"{name} counts as a service without a log: --without")
                 continue
             reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
             if reader.summary().extensions:

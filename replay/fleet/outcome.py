@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -103,12 +104,16 @@ class ClientAnswers(Struct):
 
 
 class End(Struct):
-    """End that ``count`` orders have; ``seed`` is the first of them. ``example``: a difference from seed 0."""
+    """End that ``count`` orders have; ``seed`` is the first of them. ``example``: a difference from seed 0.
+
+    ``digest``: equal for equal ends.
+    """
 
     seed: int
     count: int
     broken: int
     example: str
+    digest: str = ""
 
 
 class Seeds(Struct):
@@ -118,6 +123,11 @@ class Seeds(Struct):
     different: int = 0
     broken: int = 0
     ends: list[End] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, ends: list[End]) -> Seeds:
+        runs = sum(one.count for one in ends)
+        return cls(runs, runs - ends[0].count, sum(one.broken for one in ends), ends)
 
 
 class Hour(Struct):
@@ -207,11 +217,11 @@ class FleetOutcome(Struct):
         return {one.name: one for one in self.services}[name]
 
 
-def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = False) -> FleetOutcome:
+def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int | Sequence[int] = 1, details: bool = False) -> FleetOutcome:
     """Run the changed code over the logs, and the services that its changed calls reach.
 
-    ``seeds``: the number of orders to run; the outcome is that of the first. ``details``: add what grows with the logs.
-    Raises ReplayError if it can't be run.
+    ``seeds``: the orders to run, or their number; the outcome is that of the first. ``details``: add what grows with
+    the logs. Raises ReplayError if it can't be run.
     """
     for name in logs.changes:
         if name not in logs.sources:
@@ -227,7 +237,8 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
     first: FleetOutcome | None = None
     first_states: Mapping[str, _States | None] = {}
     ends: dict[str, End] = {}
-    for seed in range(seeds):
+    orders = range(seeds) if isinstance(seeds, int) else seeds
+    for seed in orders:
         simulation = simulate(logs, rules, seed, recorded)
         try:
             states = {name: _states(one, simulation) for name, one in simulation.services.items()}
@@ -238,12 +249,11 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
             first, first_states = _outcome(logs, simulation, states, details=details), states
             first.broken_in_record = broken_in_record
         if digest not in ends:
-            ends[digest] = End(seed, 0, 0, _example(first_states, states) if ends else "")
+            ends[digest] = End(seed, 0, 0, _example(first_states, states) if ends else "", digest)
         ends[digest].count += 1
         ends[digest].broken += simulation.broken is not None
     assert first is not None
-    all_ends = list(ends.values())
-    first.seeds = Seeds(seeds, seeds - all_ends[0].count, sum(one.broken for one in all_ends), all_ends)
+    first.seeds = Seeds.of(list(ends.values()))
     return first
 
 
@@ -285,7 +295,8 @@ def _states(service: Service, simulation: Simulation) -> _States | None:
 def _digest(states: Mapping[str, _States | None], simulation: Simulation) -> str:
     shown = {name: "" if one is None else canonical(one[1]) for name, one in states.items()}
     answers = [(one.kind, one.old, one.new) for one in simulation.differences if _is_client(one, simulation)]
-    return repr((shown, sorted(answers, key=repr), sorted(one["effect"] for one in simulation.effects)))
+    whole = repr((shown, sorted(answers, key=repr), sorted(one["effect"] for one in simulation.effects)))
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
 def _is_client(difference: Difference, simulation: Simulation) -> bool:
