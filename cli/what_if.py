@@ -293,6 +293,7 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
 @click.option(
     "--without", multiple=True, metavar="NAME", help="A service that counts as one without a log; may be given again."
 )
+@click.option("--screening", default="", type=click.Choice(["", "only", "skip"]), hidden=True)  # of a part on Spark
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -314,6 +315,7 @@ def _fleet(
     tables: Path | None,
     details: bool,
     without: tuple[str, ...],
+    screening: str,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -374,6 +376,7 @@ def _fleet(
             trust_pickle=trust_pickle,
             details=details or page is not None or tables is not None,
             without=without,
+            screening=screening,
         )
     if end is not None and not outcome.is_different and not any(one.messages for one in outcome.services):
         raise FailedError("--to: the changed services have no message up to that time: give a later one")

@@ -92,7 +92,7 @@ class Cluster:
 
         self._start = start
         self._home = home
-        apps, self.unreadable = choose_apps(home, {"": "", **changes}, strict=strict)
+        apps, self.unreadable, self._logs = choose_apps(home, {"": "", **changes}, strict=strict)
         texts = {each.log: each.text for each in self.unreadable}
         names = {
             path.stem: texts[log] for path in sorted(home.glob("*.toml")) if (log := log_of(home, path.stem)) in texts
@@ -111,23 +111,46 @@ class Cluster:
         return self._spark[0].sparkContext.defaultParallelism
 
     def what_if(
-        self, home: Path | str, changes: Mapping[str, str], *, seeds: Sequence[int], details: bool, **rest: Any
+        self,
+        home: Path | str,
+        changes: Mapping[str, str],
+        *,
+        seeds: Sequence[int],
+        check: object,
+        details: bool,
+        **rest: Any,
     ) -> FleetOutcome:
         """Return what ``immortal.replay.fleet.opening.what_if`` returns. Tasks get the options as they were given.
 
-        Each task runs order 0 too, to compare with. Raises FailedError.
+        In round 0 the changed services are screened; if one does other things, tasks run the cone, each some orders,
+        and order 0 to compare with. Raises FailedError.
         """
         more = ["--details"] if details else []
+        if len(changes) > 1 and check is None and not details:
+            found = self._certain("round 0, services", self._screenings(changes))
+            if not any(one.is_different for one in found):
+                equal = set.intersection(*(set(one.equal_services) for one in found))
+                services = {each.name: each for one in found for each in one.services}
+                ordered = [services[name] for name in changes]
+                return replace(found[0], services=ordered, equal_services=sorted(equal))
+            more += ["--screening", "skip"]
         others = seeds[1:]
         count = min(self.at_once, len(others))
         parts = [others[len(others) * at // count : len(others) * (at + 1) // count] for at in range(count)]
         texts = [f"{part[0]}-{part[-1]}" for part in parts]
         tasks = [self._task(f"orders {text}", [*more, "--seeds", text], "seeds", "details") for text in texts]
-        outcomes = self._run("the cone", tasks or [self._task("the cone", more, "seeds", "details")])
-        for each in outcomes:
-            if isinstance(each, ReplayError):
-                raise FailedError(str(each))
-        return merged([each for each in outcomes if isinstance(each, FleetOutcome)])
+        return merged(self._certain("round 1, the cone", tasks or [self._task("the cone", more, "seeds", "details")]))
+
+    def _screenings(self, changes: Mapping[str, str]) -> list[Task]:
+        from immortal.pipeline.source import pack
+
+        ranges = [each for each in self._logs.ranges if each.instance in changes]
+        packs = [[each.instance for each in some] for some in pack(ranges, self.at_once)]
+        tasks = []
+        for names in packs:
+            told = [part for name in names for part in ("--change", f"{name}={changes[name]}")]
+            tasks.append(self._task(", ".join(names), [*told, "--screening", "only"], "changes"))
+        return tasks
 
     def trials(self, repository: Path, commits: Sequence[Commit]) -> Iterator[FleetOutcome | ReplayError]:
         """Try commits, all at once, for :func:`immortal.replay.fleet.bisect.bisect`."""
@@ -146,6 +169,14 @@ class Cluster:
 
         parts = [part for name, given in self._given.items() if name not in without for part in given]
         return Task(label, ["what-if", "--fleet", *parts, *more, "--json"], code)
+
+    def _certain(self, name: str, tasks: Sequence[Task]) -> list[FleetOutcome]:
+        """Run tasks of which each must have an outcome. Raises FailedError."""
+        outcomes = self._run(name, tasks)
+        for each in outcomes:
+            if isinstance(each, ReplayError):
+                raise FailedError(str(each))
+        return [each for each in outcomes if isinstance(each, FleetOutcome)]
 
     def _run(self, name: str, tasks: Sequence[Task]) -> list[FleetOutcome | ReplayError]:
         from immortal.pipeline.jobs.what_if import run_tasks

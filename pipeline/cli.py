@@ -389,7 +389,7 @@ def what_if(
 
     options = [*(["--old-app", old_app] if old_app else []), *(["--upgrade"] if upgrade else [])]
     options += ["--trust-pickle"] if trust_pickle else []
-    chosen, unreadable = job.choose_apps(home, apps, code, strict=run.strict)
+    chosen, unreadable, _ = job.choose_apps(home, apps, code, strict=run.strict)
     with open_spark(run, "what-if", "replaying") as (spark, _):
         result = job.what_if(spark, home, chosen, code=code, options=options, timeout_s=timeout_s, strict=run.strict)
     result.unreadable = unreadable

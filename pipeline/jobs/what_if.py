@@ -172,11 +172,11 @@ def run_tasks(
 
 def choose_apps(
     home: Path, wanted: Mapping[str, str], code: Path | None = None, *, strict: bool = False
-) -> tuple[dict[str, str], Sequence[Unreadable]]:
-    """Choose the app for each instance; return also the logs that can't be read. ``wanted``: by instance; "" stands
-    for all that have a log. ``strict``: the first log that can't be read is an error.
+) -> tuple[dict[str, str], Sequence[Unreadable], LogFleet]:
+    """Choose the app for each instance; return also the logs that can't be read, and those that can.
 
-    Raises WhatIfError for an instance that has none, or if there is no ``code``.
+    ``wanted``: by instance; "" stands for all that have a log. ``strict``: the first log that can't be read is an
+    error. Raises WhatIfError for an instance that has none, or if there is no ``code``.
     """
     if code is not None and not code.exists():
         raise WhatIfError(f"there is no folder or wheel {code}")
@@ -203,7 +203,7 @@ def choose_apps(
         raise none_left(texts)
     if not apps:
         raise WhatIfError(f"there is nothing to try: no instance in {home} has a log yet")
-    return apps, unreadable
+    return apps, unreadable, fleet
 
 
 def log_of(home: Path, name: str) -> str:

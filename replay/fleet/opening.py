@@ -43,6 +43,7 @@ def what_if(
     trust_pickle: bool = False,
     details: bool = False,
     without: Collection[str] = (),
+    screening: str = "",
 ) -> FleetOutcome:
     """Return what would differ if other code had handled the logs of a fleet, with all consequences in its services.
 
@@ -53,7 +54,7 @@ def what_if(
     function of the :class:`Call` that returns or raises. ``answer``: such a function for calls to services without a
     log. ``check``: called with the services' objects by name, after each message; it fails by False or AssertionError.
     ``seeds``: the orders to try, or their number. ``details``: the outcome also has what grows with the logs.
-    ``without``: services that count as ones without a log.
+    ``without``: services that count as ones without a log. ``screening``: as for :func:`what_if_fleet`.
 
     Raises ReplayError if it can't be run, LogError.
     """
@@ -95,7 +96,7 @@ def what_if(
             begin_ns,
             to_ns,
         )
-        outcome = what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds, details=details)
+        outcome = what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds, details=details, screening=screening)
         outcome.notes += notes
         return outcome
 

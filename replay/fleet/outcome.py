@@ -107,7 +107,7 @@ class ClientAnswers(Struct):
 class End(Struct):
     """End that ``count`` orders have; ``seed`` is the first of them. ``example``: a difference from seed 0.
 
-    ``digest``: equal for equal ends.
+    ``digest``: equal for equal ends; "" for that of the record.
     """
 
     seed: int
@@ -218,17 +218,23 @@ class FleetOutcome(Struct):
         return {one.name: one for one in self.services}[name]
 
 
-def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int | Sequence[int] = 1, details: bool = False) -> FleetOutcome:
+def what_if_fleet(
+    logs: Logs, rules: Rules, *, seeds: int | Sequence[int] = 1, details: bool = False, screening: str = ""
+) -> FleetOutcome:
     """Run the changed code over the logs, and the services that its changed calls reach.
 
     ``seeds``: the orders to run, or their number; the outcome is that of the first. ``details``: add what grows with
-    the logs. Raises ReplayError if it can't be run.
+    the logs. ``screening``: "skip" leaves out the first round, "only" does nothing else: where the changed services do
+    other things by themselves, the outcome has no more than that. Raises ReplayError if it can't be run.
     """
     for name in logs.changes:
         if name not in logs.sources:
             raise ReplayError(f"{name!r} has no log here: {', '.join(sorted(logs.sources)) or 'no service'} has one")
-    if rules.check is None and not details and (same := _screened(logs, seeds)) is not None:
-        return same
+    orders = range(seeds) if isinstance(seeds, int) else seeds
+    if rules.check is None and not details and screening != "skip":
+        found = _screened(logs, len(orders))
+        if screening == "only" or not found.is_different:
+            return found
     recorded: dict[str, Recorded] = {}
     broken_in_record: BrokenCheck | None = None
     if rules.check is not None:
@@ -240,7 +246,6 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int | Sequence[int] = 1, d
     first: FleetOutcome | None = None
     first_states: Mapping[str, _States | None] = {}
     ends: dict[str, End] = {}
-    orders = range(seeds) if isinstance(seeds, int) else seeds
     for seed in orders:
         simulation = simulate(logs, rules, seed, recorded)
         try:
@@ -260,23 +265,27 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int | Sequence[int] = 1, d
     return first
 
 
-def _screened(logs: Logs, seeds: int) -> FleetOutcome | None:
-    """Return the outcome if the changed code does the same in each service by itself; None if that is not certain."""
-    services = []
+def _screened(logs: Logs, orders: int) -> FleetOutcome:
+    """Return the outcome if the changed code does the same in each service by itself; it is different if that is not
+    certain.
+    """
+    services: list[ServiceOutcome] = []
+    others = sorted(logs.sources.keys() - logs.changes.keys())
+    ends = Seeds.of([End(0, orders, 0, "")])
+    found = FleetOutcome(True, services, others, [], ClientAnswers(), [], [], None, None, None, ends, [])
     for name, new in logs.changes.items():
         source = logs.sources[name]
         try:
             route = first_checkpoint(source, logs.begin_ns)
             one = screen(source, route, logs.code(name), new, to_ns=logs.to_ns, outsiders=logs.outsiders)
         except ReplayError:
-            return None  # the run says why
+            return found  # the run says why
         if one.is_different:
-            return None
+            return found
         why = "its code is changed"
         services.append(ServiceOutcome(name, True, why, one.messages, one.sent, None, [], [], [], ""))
-    others = sorted(logs.sources.keys() - logs.changes.keys())
-    ends = Seeds(seeds, ends=[End(0, seeds, 0, "")])
-    return FleetOutcome(False, services, others, [], ClientAnswers(), [], [], None, None, None, ends, [])
+    found.is_different = False
+    return found
 
 
 def value_text(difference: Mapping[str, Any], side: str) -> str:
@@ -317,6 +326,10 @@ def _states(service: Service, simulation: Simulation) -> _States | None:
 def _digest(states: Mapping[str, _States | None], simulation: Simulation) -> str:
     shown = {name: "" if one is None else canonical(one[1]) for name, one in states.items()}
     answers = [(one.kind, one.old, one.new) for one in simulation.differences if _is_client(one, simulation)]
+    if not (simulation.differences or simulation.effects) and all(
+        one is not None and one[0] == one[1] for one in states.values()
+    ):
+        return ""
     whole = repr((shown, sorted(answers, key=repr), sorted(one["effect"] for one in simulation.effects)))
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
 

@@ -433,7 +433,9 @@ def test_a_what_if_that_propagates_is_that_of_one_process(home: Path, tmp_path: 
     checked = fleet_what_if(home, *told, *check, "--seeds", "5", "--details", "--json", status=3)
     found = json.loads(checked)
     assert (found["seeds"]["runs"], found["seeds"]["broken"], len(found["differences"])) == (5, 5, 4)
-    assert "no difference" in fleet_what_if(home, "--change", f"tally-small={other}:Tally", *told[2:], status=0)
+    more = ("--change", f"tally-small={other}:Tally")
+    assert "no difference" in fleet_what_if(home, *more, "--change", f"asker={other}:Asker", *told[2:], status=0)
+    assert json.loads(fleet_what_if(home, *told, *more, "--seeds", "2", "--json", status=3))["seeds"]["runs"] == 2
     told = ("--propagate", home, "--change", f"helper={other}:Helper", "--code", tmp_path / "new")
     run("what-if", *told, "--html", tmp_path / "page.html", "--parquet", tmp_path / "tables", status=3)
     assert "Helper.help" in (tmp_path / "page.html").read_text()
