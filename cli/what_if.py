@@ -193,7 +193,7 @@ def _divergence_text(divergence: Divergence, name: str, old_app: str) -> str:
 # what-if --fleet: runs changed code over the logs of all services that its changed calls reach.
 
 
-_HASH_SEED = "PYTHONHASHSEED"
+HASH_SEED = "PYTHONHASHSEED"
 
 
 class _Change(click.ParamType):  # type: ignore[type-arg]
@@ -216,17 +216,10 @@ class _Change(click.ParamType):  # type: ignore[type-arg]
 _EFFECTS = ("fail", "by-key", "ask")
 
 
-class _Orders(click.ParamType):  # type: ignore[type-arg]
-    """A number of orders, or the range A-B of orders, which are compared with order 0."""
-
-    name = "n|a-b"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        first, dash, last = str(value).partition("-")
-        numbers = [int(one) for one in (first, last) if one.isdecimal()]
-        if len(numbers) != 1 + len(dash) or not 0 < numbers[0] <= numbers[-1]:
-            self.fail(f"{value!r}: a number of orders was expected, or some of them, such as 20-29", param, ctx)
-        return [0, *range(numbers[0], numbers[1] + 1)] if dash else list(range(numbers[0]))
+def _orders(ctx: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
+    """Parse "A-B": these orders, and order 0 to compare with; "" stands for none."""
+    first, _, last = (value or "").partition("-")
+    return None if value is None else sorted({0, *range(int(first), int(last) + 1)}) if value else []
 
 
 def _function(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -272,7 +265,7 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     metavar="SECONDS",
     help="How long the messages of a record may take; then a handler fails.",
 )
-@click.option("--seeds", type=_Orders(), default="1", show_default=True, help="Try so many orders, or these and 0.")
+@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Try so many orders.")
 @click.option(
     "--bisect",
     "git_range",
@@ -293,7 +286,7 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
 @click.option(
     "--without", multiple=True, metavar="NAME", help="A service that counts as one without a log; may be given again."
 )
-@click.option("--screening", default="", type=click.Choice(["", "only", "skip"]), hidden=True)  # of a part on Spark
+@click.option("--orders", callback=_orders, hidden=True)  # of a task on Spark
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -309,13 +302,13 @@ def _fleet(
     answer: str | None,
     check: str | None,
     handler_limit: float,
-    seeds: list[int],
+    seeds: int,
     git_range: str | None,
     page: Path | None,
     tables: Path | None,
     details: bool,
     without: tuple[str, ...],
-    screening: str,
+    orders: list[int] | None,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -342,9 +335,7 @@ def _fleet(
     if tables is not None and tables.exists():
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
     cluster = ctx.meta.get("cluster")  # of what_if_spark
-    if (
-        os.environ.get(_HASH_SEED) != "0" and not cluster
-    ):  # sets need the apps' order; an end of the process is reported
+    if os.environ.get(HASH_SEED) != "0" and not cluster:  # sets need the apps' order; an end of the process is reported
         sys.exit(_in_child(ctx, asks=effects == "ask"))
     from immortal.replay.fleet.opening import load_function, what_if
     from immortal.replay.fleet.player import seal_process
@@ -376,7 +367,7 @@ def _fleet(
             trust_pickle=trust_pickle,
             details=details or page is not None or tables is not None,
             without=without,
-            screening=screening,
+            orders=orders,
         )
     if end is not None and not outcome.is_different and not any(one.messages for one in outcome.services):
         raise FailedError("--to: the changed services have no message up to that time: give a later one")
@@ -487,7 +478,7 @@ def _run_child(ctx: click.Context, arguments: list[str], *, asks: bool = False) 
     home = str(ctx.find_root().params["home"])
     command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *arguments]
     stderr = None if asks else subprocess.PIPE
-    env = {**os.environ, _HASH_SEED: "0"}
+    env = {**os.environ, HASH_SEED: "0"}
     ends_with_us = die_with_parent(os.getpid())  # code that hangs would go on for ever
     return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=stderr, check=False, preexec_fn=ends_with_us)
 

@@ -1,22 +1,23 @@
 """Command `immortal pipeline what-if --propagate`: what-if --fleet on Spark, in rounds of tasks.
 
-A task is an order or a commit, in a process of its own. The cone of a change is simulated in one process;
-docs/decisions/0093 says why.
+A task screens changed services, or runs the cone in some orders, of the code of one commit: a process of its own. The
+cone is simulated in one process; docs/decisions/0093 says why.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec.structs import replace
 
-from immortal.cli.what_if import what_if
+from immortal.cli.what_if import HASH_SEED, what_if
 from immortal.coordinator.instances.registry import Registry
 from immortal.pipeline.cli import (
     UNREADABLE,
@@ -38,13 +39,14 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from immortal.pipeline.cli import Progress
-    from immortal.pipeline.jobs.what_if import Done, Task
+    from immortal.pipeline.jobs.what_if import Done
 
 
-_fleet: click.Command = what_if.fleet
+_fleet = what_if.fleet
+_NOT_HERE = ("as_json", "orders", "live", "duration_ns", "shadow")  # Spark's commands have --json
 
 
-@click.command(params=[param for param in _fleet.params if param.name != "as_json"], help=_fleet.help)
+@click.command(params=[param for param in _fleet.params if param.name not in _NOT_HERE], help=_fleet.help)
 @home_argument
 @spark_options
 @click.pass_context
@@ -63,7 +65,7 @@ def propagate(ctx: click.Context, /, home: Path, run: Run, **options: Any) -> No
         if isinstance(param, click.Option) and param.name in given and param.name not in ("page", "tables", "as_json")
     }
     start = partial(ctx.with_resource, open_spark(run, "what-if", "replaying"))
-    cluster = Cluster(start, home, dict(options["changes"]), passed, strict=run.strict)
+    cluster = Cluster(start, home, options, passed, strict=run.strict)
     ctx.obj, ctx.meta["cluster"], ctx.meta["arguments"] = Registry(home), cluster, []
     try:
         ctx.invoke(_fleet, **options, as_json=run.as_json)
@@ -73,118 +75,129 @@ def propagate(ctx: click.Context, /, home: Path, run: Run, **options: Any) -> No
         sys.exit(end.code or (UNREADABLE if cluster.unreadable else 0))
 
 
+Code = Callable[[], AbstractContextManager[Path]] | None
+"""Makes the folder of changed code where a task runs; None: it is that of --code."""
+
+
 class Cluster:
-    """Runner of fleet what-ifs on Spark. ``given``: the options of `immortal what-if --fleet`, by parameter."""
+    """Runner of fleet what-ifs on Spark, in rounds of tasks that get the options as they were given.
+
+    In round 0 the changed services are screened; where one does other things, round 1 runs the cone.
+    """
 
     def __init__(
         self,
         start: Callable[[], tuple[SparkSession, Progress]],
         home: Path,
-        changes: Mapping[str, str],
+        options: Mapping[str, Any],
         given: Mapping[str, Sequence[str]],
         *,
         strict: bool,
     ) -> None:
-        """``start``: starts Spark. Logs that can't be read are left out, and are ``unreadable``; ``strict``: the first
-        one is an error. Raises PipelineError.
+        """``start``: starts Spark. ``options``: values by parameter; ``given``: the same as arguments.
+
+        Logs that can't be read are left out, and are ``unreadable``; ``strict``: the first one is an error. Raises
+        PipelineError, FailedError.
         """
         from immortal.pipeline.jobs.what_if import choose_apps, log_of
 
         self._start = start
         self._home = home
-        apps, self.unreadable, self._logs = choose_apps(home, {"": "", **changes}, strict=strict)
+        self._changes = dict(options["changes"])
+        self._seeds: int = options["seeds"]
+        self._details = bool(options["details"] or options["page"] or options["tables"])
+        self._is_screened = options["check"] is None and not self._details
+        apps, self.unreadable, self._logs = choose_apps(home, {"": "", **self._changes}, strict=strict)
         texts = {each.log: each.text for each in self.unreadable}
-        names = {
-            path.stem: texts[log] for path in sorted(home.glob("*.toml")) if (log := log_of(home, path.stem)) in texts
-        }
-        for name in changes.keys() - apps.keys():
-            raise FailedError(f"{name}: {names[name]}")
-        self._given = {**given, "unread": [part for name in names for part in ("--without", name)]}
+        places = {path.stem: log_of(home, path.stem) for path in sorted(home.glob("*.toml"))}
+        unread = {name: texts[log] for name, log in places.items() if log in texts}
+        for name in self._changes.keys() - apps.keys():
+            raise FailedError(f"{name}: {unread[name]}")
+        without = [part for name in unread for part in ("--without", name)]
+        others = [name for name in given if name not in ("changes", "code", "details", "git_range")]
+        self._code = given.get("code", [])
+        self._command = ["what-if", "--fleet", "--json", *(part for name in others for part in given[name]), *without]
 
     @cached_property
     def _spark(self) -> tuple[SparkSession, Progress]:
         return self._start()
 
-    @property
-    def at_once(self) -> int:
-        """Number of tasks that run at the same time."""
-        return self._spark[0].sparkContext.defaultParallelism
-
-    def what_if(
-        self,
-        home: Path | str,
-        changes: Mapping[str, str],
-        *,
-        seeds: Sequence[int],
-        check: object,
-        details: bool,
-        **rest: Any,
-    ) -> FleetOutcome:
-        """Return what ``immortal.replay.fleet.opening.what_if`` returns. Tasks get the options as they were given.
-
-        In round 0 the changed services are screened; if one does other things, tasks run the cone, each some orders,
-        and order 0 to compare with. Raises FailedError.
-        """
-        more = ["--details"] if details else []
-        if len(changes) > 1 and check is None and not details:
-            found = self._certain("round 0, services", self._screenings(changes))
-            if not any(one.is_different for one in found):
-                equal = set.intersection(*(set(one.equal_services) for one in found))
-                services = {each.name: each for one in found for each in one.services}
-                ordered = [services[name] for name in changes]
-                return replace(found[0], services=ordered, equal_services=sorted(equal))
-            more += ["--screening", "skip"]
-        others = seeds[1:]
-        count = min(self.at_once, len(others))
-        parts = [others[len(others) * at // count : len(others) * (at + 1) // count] for at in range(count)]
-        texts = [f"{part[0]}-{part[-1]}" for part in parts]
-        tasks = [self._task(f"orders {text}", [*more, "--seeds", text], "seeds", "details") for text in texts]
-        return merged(self._certain("round 1, the cone", tasks or [self._task("the cone", more, "seeds", "details")]))
-
-    def _screenings(self, changes: Mapping[str, str]) -> list[Task]:
+    @cached_property
+    def _packs(self) -> list[list[str]]:
+        """Changed services that one task screens; none if they are not."""
         from immortal.pipeline.source import pack
 
-        ranges = [each for each in self._logs.ranges if each.instance in changes]
-        packs = [[each.instance for each in some] for some in pack(ranges, self.at_once)]
-        tasks = []
-        for names in packs:
-            told = [part for name in names for part in ("--change", f"{name}={changes[name]}")]
-            tasks.append(self._task(", ".join(names), [*told, "--screening", "only"], "changes"))
-        return tasks
+        ranges = [each for each in self._logs.ranges if self._is_screened and each.instance in self._changes]
+        return [[each.instance for each in some] for some in pack(ranges, self._processors)]
 
-    def trials(self, repository: Path, commits: Sequence[Commit]) -> Iterator[FleetOutcome | ReplayError]:
-        """Try commits, all at once, for :func:`immortal.replay.fleet.bisect.bisect`."""
-        files = {commit.id[:10]: partial(files_of, repository.absolute(), commit.id) for commit in commits}
-        tasks = [self._task(label, [], "git_range", "code", code=code) for label, code in files.items()]
-        yield from self._run("commits", tasks)
+    @property
+    def _processors(self) -> int:
+        return self._spark[0].sparkContext.defaultParallelism
 
-    def _task(
+    @property
+    def at_once(self) -> int:
+        """Number of commits that are tried at once."""
+        return max(1, self._processors // max(1, len(self._packs)))
+
+    def what_if(self, *given: Any, **options: Any) -> FleetOutcome:
+        """Return what ``immortal.replay.fleet.opening.what_if`` does. Raises FailedError."""
+        (outcome,) = self._outcomes({"": None})
+        if isinstance(outcome, ReplayError):
+            raise FailedError(str(outcome))
+        return outcome
+
+    def trials(self, repository: Path, commits: Sequence[Commit]) -> list[FleetOutcome | ReplayError]:
+        """Try commits, for :func:`immortal.replay.fleet.bisect.bisect`."""
+        return self._outcomes({f"{one.id[:10]} ": partial(files_of, repository.absolute(), one.id) for one in commits})
+
+    def _outcomes(self, codes: Mapping[str, Code]) -> list[FleetOutcome | ReplayError]:
+        """Return the outcome of each code, or why there is none. ``codes``: by a label."""
+        screenings = {", ".join(names): (names, "") for names in self._packs}
+        found = self._round("round 0, services", codes, screenings, partial(_screened, list(self._changes)))
+        left = {label: code for label, code in codes.items() if label not in found}
+        count = max(1, min(self._processors // len(left or codes), self._seeds - 1))  # order 0 is in each
+        starts = [1 + (self._seeds - 1) * number // count for number in range(count + 1)]
+        texts = [f"{first}-{end - 1}" for first, end in pairwise(starts)] if self._seeds > 1 else ["0-0"]
+        orders = {f"orders {text}": (list(self._changes), text) for text in texts}
+        found |= self._round("round 1, the cone", left, orders, merged)
+        return [found[label] for label in codes]
+
+    def _round(
         self,
-        label: str,
-        more: Sequence[str],
-        *without: str,
-        code: Callable[[], AbstractContextManager[Path]] | None = None,
-    ) -> Task:
-        from immortal.pipeline.jobs.what_if import Task
+        name: str,
+        codes: Mapping[str, Code],
+        parts: Mapping[str, tuple[Sequence[str], str]],
+        join: Callable[[Sequence[FleetOutcome]], FleetOutcome | None],
+    ) -> dict[str, FleetOutcome | ReplayError]:
+        """Run ``parts`` (names of services, orders) for each code; return what ``join`` made of the outcomes, or why
+        there is none, by label; nothing where ``join`` returned None.
+        """
+        from immortal.pipeline.jobs.what_if import Task, run_tasks
 
-        parts = [part for name, given in self._given.items() if name not in without for part in given]
-        return Task(label, ["what-if", "--fleet", *parts, *more, "--json"], code)
-
-    def _certain(self, name: str, tasks: Sequence[Task]) -> list[FleetOutcome]:
-        """Run tasks of which each must have an outcome. Raises FailedError."""
-        outcomes = self._run(name, tasks)
-        for each in outcomes:
-            if isinstance(each, ReplayError):
-                raise FailedError(str(each))
-        return [each for each in outcomes if isinstance(each, FleetOutcome)]
-
-    def _run(self, name: str, tasks: Sequence[Task]) -> list[FleetOutcome | ReplayError]:
-        from immortal.pipeline.jobs.what_if import run_tasks
-
+        tasks = []
+        for label, code in codes.items():
+            for part, (names, orders) in parts.items():
+                changes = [each for name in names for each in ("--change", f"{name}={self._changes[name]}")]
+                more = [
+                    "--orders",
+                    orders,
+                    *(["--details"] if self._details else []),
+                    *(self._code if code is None else []),
+                ]
+                tasks.append(Task(f"{label}{part}", [*self._command, *changes, *more], code))
         if not tasks:
-            return []
+            return {}
         spark, shown = self._spark
-        return [_outcome(each) for each in run_tasks(spark, self._home, tasks, watch=partial(shown.say, name))]
+        env = {HASH_SEED: "0"}  # else each starts a process of its own for it
+        done = map(_outcome, run_tasks(spark, self._home, tasks, env=env, watch=partial(shown.say, name)))
+        found: dict[str, FleetOutcome | ReplayError] = {}
+        for label in codes:
+            outcomes = list(islice(done, len(parts)))
+            errors = [each for each in outcomes if isinstance(each, ReplayError)]
+            joined = errors[0] if errors else join([each for each in outcomes if isinstance(each, FleetOutcome)])
+            if joined is not None:
+                found[label] = joined
+        return found
 
 
 def _outcome(done: Done) -> FleetOutcome | ReplayError:
@@ -204,3 +217,12 @@ def merged(parts: Sequence[FleetOutcome]) -> FleetOutcome:
             end.count += one.count - is_again
             end.broken += one.broken - (is_again and part.broken is not None)
     return replace(parts[0], seeds=Seeds.of(list(ends.values())))
+
+
+def _screened(names: Sequence[str], parts: Sequence[FleetOutcome]) -> FleetOutcome | None:
+    """Combine outcomes of first rounds, in the order of ``names``; None if one found a difference."""
+    if any(part.is_different for part in parts):
+        return None
+    services = {each.name: each for part in parts for each in part.services}
+    equal = set.intersection(*(set(part.equal_services) for part in parts))
+    return replace(parts[0], services=[services[name] for name in names], equal_services=sorted(equal))

@@ -149,11 +149,13 @@ def run_tasks(
     *,
     timeout_s: float | None = None,
     strict: bool = False,
+    env: Mapping[str, str] | None = None,
     watch: Callable[[Callable[[], Sequence[str]]], None] = lambda ended: None,
 ) -> list[Done]:
     """Run each task on some worker; return their results in the order of ``tasks``.
 
-    Spark repeats those of an executor that dies. ``watch`` gets a function that returns the labels of ended tasks.
+    Spark repeats those of an executor that dies. ``env``: set for their processes. ``watch``
+    gets a function that returns the labels of ended tasks.
     """
     said: Said = spark.sparkContext.accumulator((), AddingAccumulatorParam(()))  # type: ignore[type-var, arg-type]
     watch(lambda: [label for label, _ in said.value])
@@ -164,6 +166,7 @@ def run_tasks(
         folder=os.getcwd(),
         timeout_s=timeout_s,
         strict=strict,
+        env=env or {},
         said=said,
     )
     frame = spark.range(0, len(tasks), 1, len(tasks)).mapInArrow(run, from_arrow_schema(_RESULT))
@@ -251,6 +254,7 @@ def _run_tasks(
     folder: str,
     timeout_s: float | None,
     strict: bool,
+    env: Mapping[str, str],
     said: Said,
 ) -> Iterator[pa.RecordBatch]:
     """Convert numbers of tasks to the results of their processes; for mapInArrow."""
@@ -258,7 +262,7 @@ def _run_tasks(
         task, started = tasks[number], time.monotonic()
         with nullcontext() if task.code is None else task.code() as code:
             arguments = [*task.arguments, *([] if code is None else ["--code", str(code)])]
-            status, output, error = _run(arguments, home, folder, timeout_s)
+            status, output, error = _run(arguments, home, folder, timeout_s, env)
         if strict and status not in (SAME, DIFFERENT):
             raise WhatIfError(f"{task.label}: {error or f'it ended with status {status}'}")
         said.add(((task.label, ""),))
@@ -268,7 +272,7 @@ def _run_tasks(
 
 
 def _run(
-    arguments: Sequence[str], home: str, folder: str, timeout_s: float | None
+    arguments: Sequence[str], home: str, folder: str, timeout_s: float | None, env: Mapping[str, str]
 ) -> tuple[int, str | None, str | None]:
     """Run a command of `immortal`: (status, its JSON, otherwise the error)."""
     process = subprocess.Popen(
@@ -278,6 +282,7 @@ def _run(
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder if os.path.isdir(folder) else None,
+        env={**os.environ, **env},
         start_new_session=True,  # so that its apps end with it
         preexec_fn=die_with_parent(os.getpid()),  # a dead executor's
     )

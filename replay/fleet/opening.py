@@ -39,11 +39,11 @@ def what_if(
     effects: str | Answer = "fail",
     answer: Answer | None = None,
     check: Check | None = None,
-    seeds: int | Sequence[int] = 1,
+    seeds: int = 1,
     trust_pickle: bool = False,
     details: bool = False,
     without: Collection[str] = (),
-    screening: str = "",
+    orders: Sequence[int] | None = None,
 ) -> FleetOutcome:
     """Return what would differ if other code had handled the logs of a fleet, with all consequences in its services.
 
@@ -53,8 +53,8 @@ def what_if(
     effects that no log has: "fail", "by-key" (the recorded result of the same function with the same key), or a
     function of the :class:`Call` that returns or raises. ``answer``: such a function for calls to services without a
     log. ``check``: called with the services' objects by name, after each message; it fails by False or AssertionError.
-    ``seeds``: the orders to try, or their number. ``details``: the outcome also has what grows with the logs.
-    ``without``: services that count as ones without a log. ``screening``: as for :func:`what_if_fleet`.
+    ``seeds``: the number of orders to try. ``details``: the outcome also has what grows with the logs.
+    ``without``: services that count as ones without a log. ``orders``: as for :func:`what_if_fleet`.
 
     Raises ReplayError if it can't be run, LogError.
     """
@@ -96,7 +96,7 @@ def what_if(
             begin_ns,
             to_ns,
         )
-        outcome = what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds, details=details, screening=screening)
+        outcome = what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds, details=details, orders=orders)
         outcome.notes += notes
         return outcome
 

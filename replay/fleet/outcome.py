@@ -219,21 +219,20 @@ class FleetOutcome(Struct):
 
 
 def what_if_fleet(
-    logs: Logs, rules: Rules, *, seeds: int | Sequence[int] = 1, details: bool = False, screening: str = ""
+    logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = False, orders: Sequence[int] | None = None
 ) -> FleetOutcome:
     """Run the changed code over the logs, and the services that its changed calls reach.
 
-    ``seeds``: the orders to run, or their number; the outcome is that of the first. ``details``: add what grows with
-    the logs. ``screening``: "skip" leaves out the first round, "only" does nothing else: where the changed services do
-    other things by themselves, the outcome has no more than that. Raises ReplayError if it can't be run.
+    ``seeds``: the number of orders to run; the outcome is that of the first. ``details``: add what grows with the logs.
+    ``orders``: run these alone, without the first round; or none of them and only that, and where it finds a difference
+    the outcome says no more. Raises ReplayError if it can't be run.
     """
     for name in logs.changes:
         if name not in logs.sources:
             raise ReplayError(f"{name!r} has no log here: {', '.join(sorted(logs.sources)) or 'no service'} has one")
-    orders = range(seeds) if isinstance(seeds, int) else seeds
-    if rules.check is None and not details and screening != "skip":
-        found = _screened(logs, len(orders))
-        if screening == "only" or not found.is_different:
+    if rules.check is None and not details and not orders:
+        found = _screened(logs, seeds)
+        if orders is not None or not found.is_different:
             return found
     recorded: dict[str, Recorded] = {}
     broken_in_record: BrokenCheck | None = None
@@ -246,7 +245,7 @@ def what_if_fleet(
     first: FleetOutcome | None = None
     first_states: Mapping[str, _States | None] = {}
     ends: dict[str, End] = {}
-    for seed in orders:
+    for seed in orders or range(seeds):
         simulation = simulate(logs, rules, seed, recorded)
         try:
             states = {name: _states(one, simulation) for name, one in simulation.services.items()}
@@ -265,13 +264,13 @@ def what_if_fleet(
     return first
 
 
-def _screened(logs: Logs, orders: int) -> FleetOutcome:
+def _screened(logs: Logs, seeds: int) -> FleetOutcome:
     """Return the outcome if the changed code does the same in each service by itself; it is different if that is not
     certain.
     """
     services: list[ServiceOutcome] = []
     others = sorted(logs.sources.keys() - logs.changes.keys())
-    ends = Seeds.of([End(0, orders, 0, "")])
+    ends = Seeds.of([End(0, seeds, 0, "")])
     found = FleetOutcome(True, services, others, [], ClientAnswers(), [], [], None, None, None, ends, [])
     for name, new in logs.changes.items():
         source = logs.sources[name]
