@@ -155,7 +155,7 @@ class Cluster:
         screenings = {", ".join(names): (names, "") for names in self._packs}
         found = self._round("round 0, services", codes, screenings, partial(_screened, list(self._changes)))
         left = {label: code for label, code in codes.items() if label not in found}
-        count = max(1, min(self._processors // len(left or codes), self._seeds - 1))  # order 0 is in each
+        count = max(1, min(self._processors // max(1, len(left)), self._seeds - 1))  # order 0 is in each
         starts = [1 + (self._seeds - 1) * number // count for number in range(count + 1)]
         texts = [f"{first}-{end - 1}" for first, end in pairwise(starts)] if self._seeds > 1 else ["0-0"]
         orders = {f"orders {text}": (list(self._changes), text) for text in texts}
