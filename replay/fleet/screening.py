@@ -68,7 +68,6 @@ class Screening:
         self._proving = ProvingSink(source, route)
         self.old = Player(source, route, old, self._proving, outsiders=outsiders)
         self.new = Player(source, route, new, Sink(), is_new=True, outsiders=outsiders)
-        self.new.session.shares_peers(self.old.session)
         self._due: object = None  # the due times that were reported as different
         self._verdicts: dict[int, list[Verdict]] = defaultdict(list)  # of the log, by record
         self._note(source.summary().verdicts)
@@ -96,23 +95,15 @@ class Screening:
         self.messages += count
         self._proving.record(record.sequence_id, record.value, record.trailer)
         old, new = self.old, self.new
-        was = old.give_unread(record)
+        was = old.give_logged(record)
         if was.stopped:
             raise ReplayError(f"{self.name}: {old.definition.name}, the code of the log, stops at {was.stopped}")
+        self.sent += sum([made.count for made in was.made])
         if new.ended is not None:
-            old.read(origins=False)
             return None
         new.tasks.told(was.draws)
-        now = new.give_unread(record)
-        is_same = old.said == new.said and not now.stopped
-        old.read(origins=not is_same)
-        self.sent += sum([made.count for made in was.made])
-        calls: list[Difference] = []
-        if is_same:
-            new.said, now.verdicts = b"", was.verdicts
-        else:
-            new.read(origins=True)
-            calls = self._compare(record, was, now)
+        now = new.give_logged(record)
+        calls = [] if was.said == now.said else self._compare(record, was, now)
         fates = self._fates(record.sequence_id, was, now)
         other = now.stopped or self._other()
         if calls or fates or other:
