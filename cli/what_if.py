@@ -266,6 +266,11 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     help="How long the messages of a record may take; then a handler fails.",
 )
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Try so many orders.")
+@click.option("--details", is_flag=True, help="--json also has each difference, and calls by the hour.")
+@click.option(
+    "--without", multiple=True, metavar="NAME", help="A service that counts as one without a log; may be given again."
+)
+@click.option("--orders", callback=_orders, hidden=True)  # of a task on Spark
 @click.option(
     "--bisect",
     "git_range",
@@ -282,11 +287,6 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     metavar="FOLDER",
     help="Write Parquet tables: differences, states and outcomes.",
 )
-@click.option("--details", is_flag=True, help="--json also has each difference, and calls by the hour.")
-@click.option(
-    "--without", multiple=True, metavar="NAME", help="A service that counts as one without a log; may be given again."
-)
-@click.option("--orders", callback=_orders, hidden=True)  # of a task on Spark
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -303,12 +303,12 @@ def _fleet(
     check: str | None,
     handler_limit: float,
     seeds: int,
-    git_range: str | None,
-    page: Path | None,
-    tables: Path | None,
     details: bool,
     without: tuple[str, ...],
     orders: list[int] | None,
+    git_range: str | None,
+    page: Path | None,
+    tables: Path | None,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
