@@ -152,7 +152,7 @@ class Draws:
         self._whats = array("i")
         self._names: list[str] = []
         self._known: dict[str, int] = {}
-        self._starts = lru_cache(_DECODED_MAX)(self._starts_in)
+        self.starts = lru_cache(_DECODED_MAX)(self._starts_in)
         self._records, self._firsts = array("q"), array("q")  # records in which numbers were drawn, their first draw
 
     def add(self, sequence_id: int, draws: list[RandomDraw]) -> None:
@@ -196,7 +196,7 @@ class Draws:
 
     def of(self, sequence_id: int, index: int) -> Iterator[RandomDraw]:
         """Yield all numbers of the execution that the message began, its own first."""
-        at = self._starts(sequence_id).get(index, -1)
+        at = self.starts(sequence_id).get(index, -1)
         while at >= 0:
             yield RandomDraw(self._numbers[at], self._tasks[at], self._names[self._whats[at]], self._details[at])
             at = self._next[at]
@@ -302,6 +302,13 @@ class Recorded:
     def made(self, place: Place) -> dict[str, list[Output]]:
         """Return what the message at ``place`` sent, by destination; nothing if it is not in the log's part."""
         return self.made_in(place[0]).get(place, {})
+
+    def sent(self, destination: str, run: range) -> Iterator[Output]:
+        """Yield the messages at these positions of a stream, which one record made."""
+        at = self.runs[destination].find(run.start)
+        made_in = {} if at is None else self.made_in(self.runs[destination].records[at])
+        outputs = [output for made in made_in.values() for output in made.get(destination, ())]
+        yield from sorted((one for one in outputs if one.position in run), key=lambda one: one.position)
 
     def record_up_to(self, destination: str, position: int) -> int | None:
         """Return the record that made a stream's last message up to ``position``; None if there is none."""

@@ -18,15 +18,7 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.verdicts import Verdict
 from immortal.replay.comparison import aligned
 from immortal.replay.fleet.model import Difference
-from immortal.replay.fleet.player import (
-    FIRST_OTHER_NUMBER,
-    LoggedRecord,
-    Place,
-    Player,
-    Turn,
-    logged,
-    not_of_code,
-)
+from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, LoggedRecord, Place, Player, Turn, logged, not_of_code
 from immortal.replay.plan import ReplayError, Route, never_was
 from immortal.replay.result import OutcomeChanges, Sink, group_outcomes
 from immortal.replay.verify import ProvingSink
