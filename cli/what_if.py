@@ -193,7 +193,7 @@ def _divergence_text(divergence: Divergence, name: str, old_app: str) -> str:
 # what-if --fleet: runs changed code over the logs of all services that its changed calls reach.
 
 
-HASH_SEED = "PYTHONHASHSEED"
+_HASH_SEED = "PYTHONHASHSEED"
 
 
 class _Change(click.ParamType):  # type: ignore[type-arg]
@@ -335,7 +335,7 @@ def _fleet(
     if tables is not None and tables.exists():
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
     cluster = ctx.meta.get("cluster")  # of what_if_spark
-    if os.environ.get(HASH_SEED) != "0" and not cluster:  # sets need the apps' order; an end of the process is reported
+    if os.environ.get(_HASH_SEED) != "0" and not cluster:  # sets need the apps' order; and an end is reported
         sys.exit(_in_child(ctx, asks=effects == "ask"))
     from immortal.replay.fleet.opening import load_function, what_if
     from immortal.replay.fleet.player import seal_process
@@ -478,7 +478,7 @@ def _run_child(ctx: click.Context, arguments: list[str], *, asks: bool = False) 
     home = str(ctx.find_root().params["home"])
     command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *arguments]
     stderr = None if asks else subprocess.PIPE
-    env = {**os.environ, HASH_SEED: "0"}
+    env = {**os.environ, _HASH_SEED: "0"}
     ends_with_us = die_with_parent(os.getpid())  # code that hangs would go on for ever
     return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=stderr, check=False, preexec_fn=ends_with_us)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
-from immortal.cli.what_if import HASH_SEED, what_if
+from immortal.cli.what_if import what_if
 from immortal.coordinator.instances.registry import Registry
 from immortal.pipeline.cli import (
     UNREADABLE,
@@ -188,7 +188,7 @@ class Cluster:
         if not tasks:
             return {}
         spark, shown = self._spark
-        env = {HASH_SEED: "0"}  # else each starts a process of its own for it
+        env = {"PYTHONHASHSEED": "0"}  # else each starts a process of its own for it
         done = map(_outcome, run_tasks(spark, self._home, tasks, env=env, watch=partial(shown.say, name)))
         found: dict[str, FleetOutcome | ReplayError] = {}
         for label in codes:
