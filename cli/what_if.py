@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 import msgspec
@@ -47,6 +49,7 @@ from immortal.replay.what_if import plan_what_if, run_what_if, try_upgrade
 
 if TYPE_CHECKING:
     from immortal.replay.fleet.model import Answer, Call
+    from immortal.replay.fleet.outcome import FleetOutcome
 
 _code_option = click.option(
     "--code",
@@ -66,6 +69,8 @@ class _Version(click.ParamType):  # type: ignore[type-arg]
 
 class _WhatIf(click.Command):
     """Command what-if; with --fleet it is another command, with options of its own."""
+
+    fleet: ClassVar[click.Command]
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -211,6 +216,12 @@ class _Change(click.ParamType):  # type: ignore[type-arg]
 _EFFECTS = ("fail", "by-key", "ask")
 
 
+def _orders(ctx: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
+    """Parse "A-B": these orders, and order 0 to compare with; "" stands for none."""
+    first, _, last = (value or "").partition("-")
+    return None if value is None else sorted({0, *range(int(first), int(last) + 1)}) if value else []
+
+
 def _function(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     words = _EFFECTS if parameter.name == "effects" else ()
     if value is not None and ":" not in value and value not in words:
@@ -255,6 +266,11 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     help="How long the messages of a record may take; then a handler fails.",
 )
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Try so many orders.")
+@click.option("--details", is_flag=True, help="--json also has each difference, and calls by the hour.")
+@click.option(
+    "--without", multiple=True, metavar="NAME", help="A service that counts as one without a log; may be given again."
+)
+@click.option("--orders", callback=_orders, hidden=True)  # of a task on Spark
 @click.option(
     "--bisect",
     "git_range",
@@ -287,6 +303,9 @@ def _fleet(
     check: str | None,
     handler_limit: float,
     seeds: int,
+    details: bool,
+    without: tuple[str, ...],
+    orders: list[int] | None,
     git_range: str | None,
     page: Path | None,
     tables: Path | None,
@@ -315,7 +334,8 @@ def _fleet(
         check_folder("--html", page)
     if tables is not None and tables.exists():
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
-    if os.environ.get(_HASH_SEED) != "0":  # sets need the apps' order; and an end of the process is reported
+    cluster = ctx.meta.get("cluster")  # of what_if_spark
+    if os.environ.get(_HASH_SEED) != "0" and not cluster:  # sets need the apps' order; and an end is reported
         sys.exit(_in_child(ctx, asks=effects == "ask"))
     from immortal.replay.fleet.opening import load_function, what_if
     from immortal.replay.fleet.player import seal_process
@@ -329,10 +349,12 @@ def _fleet(
     functions = {
         name: None if text is None else load_function(text) for name, text in (("answer", answer), ("check", check))
     }
+    run: Callable[..., FleetOutcome] = what_if if cluster is None else cluster.what_if
     # Handlers would print their output for each run.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-        seal_process(handler_limit)
-        outcome = what_if(
+        if cluster is None:
+            seal_process(handler_limit)
+        outcome = run(
             registry.home,
             dict(changes),
             code=code,
@@ -343,12 +365,15 @@ def _fleet(
             check=functions["check"],
             seeds=seeds,
             trust_pickle=trust_pickle,
-            details=page is not None or tables is not None,
+            details=details or page is not None or tables is not None,
+            without=without,
+            orders=orders,
         )
     if end is not None and not outcome.is_different and not any(one.messages for one in outcome.services):
         raise FailedError("--to: the changed services have no message up to that time: give a later one")
     if as_json:
-        echo_json(msgspec.to_builtins(outcome))
+        unread = {"unreadable": msgspec.to_builtins(cluster.unreadable)} if cluster and cluster.unreadable else {}
+        echo_json(msgspec.to_builtins(outcome) | unread)
     else:
         echo_lines(outcome_lines(outcome))
     if page is not None:
@@ -362,29 +387,39 @@ def _fleet(
     sys.exit(DIFFERENT if outcome.is_different else 0)
 
 
+_WhatIf.fleet = _fleet
+
+
 def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool, as_json: bool) -> int:
-    from immortal.replay.fleet.bisect import Commit, bisect
+    from immortal.replay.fleet.bisect import Commit, bisect, files_of
     from immortal.replay.fleet.outcome import FleetOutcome
     from immortal.replay.fleet.report import outcome_lines
     from immortal.replay.plan import ReplayError
 
+    cluster = ctx.meta.get("cluster")  # of what_if_spark
     arguments = _without(ctx.meta["arguments"], ("--bisect", "--code"), ("--json",))
 
-    def trial(folder: Path) -> tuple[bool, FleetOutcome]:
-        done = _run_child(ctx, [*arguments, "--code", str(folder), "--json"])
+    def trial(commit: Commit) -> FleetOutcome | ReplayError:
+        with files_of(code, commit.id) as folder:
+            done = _run_child(ctx, [*arguments, "--code", str(folder), "--json"])
         if done.returncode not in (0, DIFFERENT):
             lines = done.stderr.decode("utf-8", "replace").splitlines() or [f"status {done.returncode}"]
-            raise ReplayError(lines[-1].removeprefix("Error: "))  # a wrong option prints its usage first
+            return ReplayError(lines[-1].removeprefix("Error: "))  # a wrong option prints its usage first
         try:
-            outcome = decode_json(done.stdout, type=FleetOutcome)
+            return decode_json(done.stdout, type=FleetOutcome)
         except DecodeError:
-            raise ReplayError(f"its process ended with status {done.returncode}, and said nothing") from None
-        return outcome.broken is not None if is_of_check else outcome.is_different, outcome
+            return ReplayError(f"its process ended with status {done.returncode}, and said nothing")
+
+    def is_bad(outcome: FleetOutcome) -> bool:
+        return outcome.broken is not None if is_of_check else outcome.is_different
 
     def tell(commit: Commit) -> None:
         echo(f"{commit}: {commit.found}{f' ({commit.problem})' if commit.problem else ''}", err=True)
 
-    found = bisect(code, git_range, trial, tell)
+    if cluster is None:
+        found = bisect(code, git_range, lambda commits: map(trial, commits), is_bad, tell)
+    else:
+        found = bisect(code, git_range, partial(cluster.trials, code), is_bad, tell, at_once=cluster.at_once)
     what = "breaks the check" if is_of_check else "makes a difference"
     if as_json:
         echo_json(msgspec.to_builtins(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ UNREADABLE = 4
 """Exit status of a job that found nothing, but could not read some logs."""
 _UNREADABLE_SHOWN_MAX = 20
 _UPDATES_PER_SECOND = 2.0
+_ENDED_SHOWN_MAX = 5
 
 _PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib", "jinja2")
 _SPARKS_OWN = ("pyspark", "py4j")
@@ -110,7 +112,7 @@ decode_option = click.option(
 )
 
 
-def _require_packages() -> None:
+def require_packages() -> None:
     missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise FailedError(f"the pipeline needs {', '.join(missing)}: {distribution.add_extra('spark')}")
@@ -118,14 +120,14 @@ def _require_packages() -> None:
 
 def _open(paths: list[str], run: Run) -> Fleet:
     """Open the logs that ``paths`` name, before Spark starts, which takes a while."""
-    _require_packages()
+    require_packages()
     from immortal.pipeline.jobs.sources import open_fleet
 
     return open_fleet(paths, strict=run.strict)
 
 
 @contextmanager
-def _spark(run: Run, name: str, step: str) -> Iterator[tuple[SparkSession, Progress]]:
+def open_spark(run: Run, name: str, step: str) -> Iterator[tuple[SparkSession, Progress]]:
     """Open a session for one job. Its JVM ends with it, unless the session existed before."""
     from pyspark.sql import SparkSession
 
@@ -169,7 +171,7 @@ def export(paths: list[str], folder: Path, tables: str | None, run: Run) -> None
 
     names = [name.strip() for name in tables.split(",")] if tables is not None else None
     job.prepare(fleet, folder, names)
-    with _spark(run, "export", "exporting") as (spark, shown):
+    with open_spark(run, "export", "exporting") as (spark, shown):
         report = job.export(spark, fleet, folder, names, shown.say)
     _finish(run, asdict(report), export_lines(report, folder), report.unreadable)
 
@@ -195,7 +197,7 @@ def audit(paths: list[str], tolerance_ms: int, streams: bool, limit: int, run: R
     from immortal.pipeline.jobs import audit as job
     from immortal.pipeline.report.text import audit_lines
 
-    with _spark(run, "audit", "auditing") as (spark, _):
+    with open_spark(run, "audit", "auditing") as (spark, _):
         report = job.audit(spark, fleet, tolerance_ms=tolerance_ms)
     lines = audit_lines(report, limit, all_streams=streams)
     _finish(run, report.to_json(limit), lines, report.unreadable, found=report.violation_count)
@@ -214,7 +216,7 @@ def verify(paths: list[str], limit: int, run: Run) -> None:
     from immortal.pipeline.jobs import verify as job
     from immortal.pipeline.report.text import verify_lines
 
-    with _spark(run, "verify", "verifying") as (spark, _):
+    with open_spark(run, "verify", "verifying") as (spark, _):
         report = job.verify(spark, fleet)
     lines = verify_lines(report, limit)
     _finish(run, report.to_json(limit), lines, report.unreadable, found=report.problem_count)
@@ -234,7 +236,7 @@ def stats(paths: list[str], decode: str | None, page: Path | None, top: int, run
     from immortal.pipeline.jobs import stats as job
     from immortal.pipeline.report.text import stats_lines
 
-    with _spark(run, "stats", "counting") as (spark, _):
+    with open_spark(run, "stats", "counting") as (spark, _):
         found = job.stats(spark, fleet, decode=decode)
     if page is not None:
         from immortal.pipeline.report.pages import stats_page
@@ -286,7 +288,7 @@ def trace(
     from immortal.pipeline.report.pages import trace_dot, trace_lines, trace_svg
 
     job.check_instance(fleet, instance)
-    with _spark(run, "trace", "following") as (spark, _):
+    with open_spark(run, "trace", "following") as (spark, _):
         found = job.trace(
             spark,
             fleet,
@@ -317,8 +319,35 @@ def _apps(ctx: click.Context, parameter: click.Parameter, values: Sequence[str])
     return apps
 
 
-@pipeline.command("what-if")
-@click.argument("home", required=False, type=click.Path(file_okay=False, exists=True, path_type=Path))
+class _WhatIf(click.Command):
+    """Command what-if; with --propagate it is `immortal what-if --fleet`, with Spark's options beside its own."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if "--propagate" not in args:
+            return super().make_context(info_name, args, parent, **extra)
+        own = [arg for arg in args if arg != "--propagate"]
+        command: click.Command = importlib.import_module("immortal.cli.what_if_spark").propagate
+        context = command.make_context(f"{info_name} --propagate", list(own), parent, **extra)
+        context.meta["given"], _, _ = command.make_parser(context).parse_args(own)
+        return context
+
+
+def _home(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path:
+    home = value or getattr(ctx.find_root().obj, "home", None)
+    if home is None:
+        raise click.MissingParameter("a registry's home is needed", ctx=ctx, param_type="argument", param_hint="HOME")
+    return Path(home)
+
+
+home_argument = click.argument(
+    "home", required=False, type=click.Path(file_okay=False, exists=True, path_type=Path), callback=_home
+)
+
+
+@pipeline.command("what-if", cls=_WhatIf)
+@home_argument
 @click.option(
     "--app",
     "apps",
@@ -335,38 +364,34 @@ def _apps(ctx: click.Context, parameter: click.Parameter, values: Sequence[str])
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=1), default=3_600.0, show_default=True, help="For one, in s."
 )
+@click.option(
+    "--propagate", is_flag=True, help="Let changed calls travel, with other options: what-if --propagate --help."
+)
 @spark_options
-@click.pass_context
 def what_if(
-    ctx: click.Context,
-    home: Path | None,
+    home: Path,
     apps: dict[str, str],
     code: Path | None,
     old_app: str | None,
     upgrade: bool,
     trust_pickle: bool,
     timeout_s: float,
+    propagate: bool,
     run: Run,
 ) -> None:
     """Compare what other code would have done with the logs of all instances registered in HOME.
 
     The exit status is 0 if nothing would be, 3 if something would, 4 if some could not be tried, 1 if none could.
     """
-    own_home = getattr(ctx.find_root().obj, "home", None)
-    folder = home or own_home
-    if folder is None:
-        raise click.MissingParameter("a registry's home is needed", ctx=ctx, param_type="argument", param_hint="HOME")
-    _require_packages()
+    require_packages()
     from immortal.pipeline.jobs import what_if as job
     from immortal.pipeline.report.text import what_if_lines
 
     options = [*(["--old-app", old_app] if old_app else []), *(["--upgrade"] if upgrade else [])]
     options += ["--trust-pickle"] if trust_pickle else []
-    chosen, unreadable = job.choose_apps(Path(folder), apps, code, strict=run.strict)
-    with _spark(run, "what-if", "replaying") as (spark, _):
-        result = job.what_if(
-            spark, Path(folder), chosen, code=code, options=options, timeout_s=timeout_s, strict=run.strict
-        )
+    chosen, unreadable, _ = job.choose_apps(home, apps, code, strict=run.strict)
+    with open_spark(run, "what-if", "replaying") as (spark, _):
+        result = job.what_if(spark, home, chosen, code=code, options=options, timeout_s=timeout_s, strict=run.strict)
     result.unreadable = unreadable
     _finish(run, asdict(result), what_if_lines(result), unreadable, status=result.exit_status)
 
@@ -384,26 +409,32 @@ def _finish(
         echo_json(values)
     else:
         echo_lines(lines)
-        if unreadable:
-            echo(f"NOT READ, or not to the end: {counted(len(unreadable), 'log')}")
-        echo_lines(f"  {each.log}: {each.text}" for each in unreadable[:_UNREADABLE_SHOWN_MAX])
-        if len(unreadable) > _UNREADABLE_SHOWN_MAX:
-            echo(f"  and {len(unreadable) - _UNREADABLE_SHOWN_MAX:,} more; --json has them all")
+        say_unreadable(unreadable)
     sys.exit(status if status is not None else FOUND if found else UNREADABLE if unreadable else 0)
+
+
+def say_unreadable(unreadable: Sequence[Unreadable]) -> None:
+    if unreadable:
+        echo(f"NOT READ, or not to the end: {counted(len(unreadable), 'log')}")
+    echo_lines(f"  {each.log}: {each.text}" for each in unreadable[:_UNREADABLE_SHOWN_MAX])
+    if len(unreadable) > _UNREADABLE_SHOWN_MAX:
+        echo(f"  and {len(unreadable) - _UNREADABLE_SHOWN_MAX:,} more; --json has them all")
 
 
 # Progress of Spark's jobs on stderr; nothing is shown if stderr is no terminal.
 
 
 class Progress:
-    """Status line: the step that ``say`` named, and how many of Spark's tasks are done."""
+    """Status line: the step that ``say`` named, and how many of Spark's tasks are done, or which."""
 
     def __init__(self) -> None:
         self._step = "starting Spark"
+        self._ended: Callable[[], Sequence[str]] = list
         self._spark: SparkSession | None = None
 
-    def say(self, step: str) -> None:
+    def say(self, step: str, ended: Callable[[], Sequence[str]] = list) -> None:
         self._step = step
+        self._ended = ended
 
     def watch(self, spark: SparkSession) -> None:
         self._spark = spark
@@ -419,7 +450,9 @@ class Progress:
             return self._step
         known = [stage for stage in stages if stage is not None]
         done, total = sum(stage.numCompletedTasks for stage in known), sum(stage.numTasks for stage in known)
-        return f"{self._step}: {done} of {total} tasks" if total else self._step
+        ended = ", ".join(self._ended()[-_ENDED_SHOWN_MAX:])
+        text = f"{self._step}: {done} of {total} tasks" if total else self._step
+        return f"{text} ({ended})" if ended else text
 
 
 @contextmanager

@@ -148,7 +148,7 @@ class LogFleet(Fleet):
         self._texts: dict[str, str] = {}
         self._said: Said | None = None
         logs = [log for folder in folders if (log := self.attempt(folder, partial(_open_log, folder)))]
-        self._ranges = one_each(whole for _, whole in logs)
+        self.ranges = one_each(whole for _, whole in logs)
         self.states = {state.instance: state for state, _ in logs}
         if self._texts and not logs:
             raise none_left(self._texts)
@@ -191,7 +191,7 @@ class LogFleet(Fleet):
             options |= {"instance": ",".join(only.instances), "from": f"{only.first}", "to": f"{only.last}"}
         wanted = Options.of(options)
         schema = SCHEMAS[name] if columns is None else StructType([SCHEMAS[name][column] for column in columns])
-        parts = self._ranges if name == "checkpoints" else self._parts()
+        parts = self.ranges if name == "checkpoints" else self._parts()
         ranges = [each for each in parts if wanted.takes(each.instance)]
         return self.frame(spark, ranges, RangeReader(wanted, schema).read, schema)
 
@@ -205,7 +205,7 @@ class LogFleet(Fleet):
         So they hold all that any of ``states`` knows of, however long it took to look at all logs.
         """
         parts: list[LogRange] = []
-        for each in self._ranges:
+        for each in self.ranges:
             *before, last = split(each, PARTITION_SIZE_BYTES) or [each]
             parts += [*before, replace(last, end=NO_LIMIT)]
         return parts

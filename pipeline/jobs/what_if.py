@@ -1,7 +1,7 @@
 """Runs a what-if over the logs of a whole fleet: one fresh process for each instance.
 
-Spark only distributes the instances; `immortal what-if` does the rest. The code never runs in a worker of Spark, since
-a worker keeps the modules that it has imported.
+Spark only distributes commands; `immortal what-if` does the rest. The code never runs in a worker of Spark, since a
+worker keeps the modules that it has imported.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from pyspark.accumulators import AddingAccumulatorParam
 from pyspark.sql.pandas.types import from_arrow_schema
 
+from immortal.coordinator.service.process import die_with_parent
 from immortal.pipeline.errors import PipelineError
-from immortal.pipeline.jobs.sources import LogFleet, Unreadable, none_left, rows_of
+from immortal.pipeline.jobs.sources import LogFleet, Said, Unreadable, none_left, rows_of
 from immortal.pipeline.reading import log_folders, registered_log
 from immortal.protocol import decoding
 
@@ -35,7 +38,7 @@ TIMEOUT_S = 3_600.0
 _ERROR_LINES_MAX = 20
 _RESULT = pa.schema(
     [
-        ("instance", pa.string()),
+        ("number", pa.int64()),
         ("status", pa.int32()),
         ("output", pa.string()),
         ("error", pa.string()),
@@ -101,32 +104,82 @@ def what_if(
     folder of that name. ``options``: further ones for `immortal what-if`. ``strict``: the first instance that can't be
     tried ends the job, with WhatIfError.
     """
-    run = partial(
-        run_instances,
-        home=str(home.absolute()),
-        folder=os.getcwd(),
-        code=None if code is None else str(code.absolute()),
-        options=list(options),
-        timeout_s=timeout_s,
-        strict=strict,
-    )
-    frame = spark.createDataFrame(list(apps.items()), "instance string, app string").repartition(len(apps))
-    rows = rows_of(frame.mapInArrow(run, from_arrow_schema(_RESULT)).toArrow().to_batches())
+    more = [*([] if code is None else ["--code", str(code.absolute())]), *options]
+    tasks = [Task(name, ["what-if", name, "--app", app, "--json", *more]) for name, app in apps.items()]
+    ended = run_tasks(spark, home, tasks, timeout_s=timeout_s, strict=strict)
     return summarize(
         InstanceResult(
-            instance, apps[instance], status, duration_s, decoding.load_json(output) if output else None, error
+            task.label,
+            apps[task.label],
+            done.status,
+            done.duration_s,
+            decoding.load_json(done.output) if done.output else None,
+            done.error,
         )
-        for instance, status, output, error, duration_s in sorted(rows)
+        for task, done in sorted(zip(tasks, ended, strict=True), key=lambda each: each[0].label)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Command of `immortal` in a process of its own. ``label``: for people.
+
+    ``code``: makes the folder that the command gets as its ``--code``, where it runs.
+    """
+
+    label: str
+    arguments: Sequence[str]
+    code: Callable[[], AbstractContextManager[Path]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Result of a task: its exit status, with its JSON, or what is wrong."""
+
+    status: int
+    output: str | None
+    error: str | None
+    duration_s: float
+
+
+def run_tasks(
+    spark: SparkSession,
+    home: Path,
+    tasks: Sequence[Task],
+    *,
+    timeout_s: float | None = None,
+    strict: bool = False,
+    env: Mapping[str, str] | None = None,
+    watch: Callable[[Callable[[], Sequence[str]]], None] = lambda ended: None,
+) -> list[Done]:
+    """Run each task on some worker; return their results in the order of ``tasks``.
+
+    Spark repeats those of an executor that dies. ``env``: set for their processes. ``watch``
+    gets a function that returns the labels of ended tasks.
+    """
+    said: Said = spark.sparkContext.accumulator((), AddingAccumulatorParam(()))  # type: ignore[type-var, arg-type]
+    watch(lambda: [label for label, _ in said.value])
+    run = partial(
+        _run_tasks,
+        tasks=tasks,
+        home=str(home.absolute()),
+        folder=os.getcwd(),
+        timeout_s=timeout_s,
+        strict=strict,
+        env=env or {},
+        said=said,
+    )
+    frame = spark.range(0, len(tasks), 1, len(tasks)).mapInArrow(run, from_arrow_schema(_RESULT))
+    return [Done(*row[1:]) for row in sorted(rows_of(frame.toArrow().to_batches()))]
 
 
 def choose_apps(
     home: Path, wanted: Mapping[str, str], code: Path | None = None, *, strict: bool = False
-) -> tuple[dict[str, str], Sequence[Unreadable]]:
-    """Choose the app for each instance; return also the logs that can't be read. ``wanted``: by instance; "" stands
-    for all that have a log. ``strict``: the first log that can't be read is an error.
+) -> tuple[dict[str, str], Sequence[Unreadable], LogFleet]:
+    """Choose the app for each instance; return also the logs that can't be read, and those that can.
 
-    Raises WhatIfError for an instance that has none, or if there is no ``code``.
+    ``wanted``: by instance; "" stands for all that have a log. ``strict``: the first log that can't be read is an
+    error. Raises WhatIfError for an instance that has none, or if there is no ``code``.
     """
     if code is not None and not code.exists():
         raise WhatIfError(f"there is no folder or wheel {code}")
@@ -137,12 +190,12 @@ def choose_apps(
     with_log = sorted(registered & fleet.states.keys())
     unreadable = fleet.unreadable
     if "" not in wanted:  # others do not matter
-        places = {_log_of(home, name) for name in wanted}
+        places = {log_of(home, name) for name in wanted}
         unreadable = [each for each in unreadable if each.log in places]
     texts = {each.log: each.text for each in unreadable}
     for name in wanted:
         if name and name not in with_log:
-            if _log_of(home, name) in texts:
+            if log_of(home, name) in texts:
                 continue
             problem = "has not been started yet" if name in registered else "is not registered"
             raise WhatIfError(f"the instance {name!r} {problem} in {home}: there are {', '.join(with_log) or 'none'}")
@@ -153,10 +206,10 @@ def choose_apps(
         raise none_left(texts)
     if not apps:
         raise WhatIfError(f"there is nothing to try: no instance in {home} has a log yet")
-    return apps, unreadable
+    return apps, unreadable, fleet
 
 
-def _log_of(home: Path, name: str) -> str:
+def log_of(home: Path, name: str) -> str:
     """Return the folder or URL of an instance's log, as a fleet names it."""
     log = registered_log(home / f"{name}.toml")
     return log if isinstance(log, str) else os.path.abspath(log)
@@ -194,40 +247,44 @@ def summarize(results: Iterator[InstanceResult]) -> FleetResult:
 # --- in the workers --------------------------------------------------------------------------------------------------
 
 
-def run_instances(
+def _run_tasks(
     batches: Iterator[pa.RecordBatch],
+    tasks: Sequence[Task],
     home: str,
     folder: str,
-    code: str | None,
-    options: Sequence[str],
-    timeout_s: float,
+    timeout_s: float | None,
     strict: bool,
+    env: Mapping[str, str],
+    said: Said,
 ) -> Iterator[pa.RecordBatch]:
-    """Convert rows of (instance, app) to the results of their processes; for mapInArrow."""
-    for instance, app in rows_of(batches):
-        started = time.monotonic()
-        status, output, error = _run(instance, app, home, folder, code, options, timeout_s)
+    """Convert numbers of tasks to the results of their processes; for mapInArrow."""
+    for (number,) in rows_of(batches):
+        task, started = tasks[number], time.monotonic()
+        with nullcontext() if task.code is None else task.code() as code:
+            arguments = [*task.arguments, *([] if code is None else ["--code", str(code)])]
+            status, output, error = _run(arguments, home, folder, timeout_s, env)
         if strict and status not in (SAME, DIFFERENT):
-            raise WhatIfError(f"{instance}: {error or f'it ended with status {status}'}")
-        row = [instance, status, output, error, time.monotonic() - started]
+            raise WhatIfError(f"{task.label}: {error or f'it ended with status {status}'}")
+        said.add(((task.label, ""),))
+        row = [number, status, output, error, time.monotonic() - started]
         arrays = [pa.array([value], column.type) for value, column in zip(row, _RESULT, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, schema=_RESULT)
 
 
 def _run(
-    instance: str, app: str, home: str, folder: str, code: str | None, options: Sequence[str], timeout_s: float
+    arguments: Sequence[str], home: str, folder: str, timeout_s: float | None, env: Mapping[str, str]
 ) -> tuple[int, str | None, str | None]:
-    """Run the what-if of one instance: (status, its JSON, otherwise the error)."""
-    command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", instance, "--app", app, "--json"]
-    command += [] if code is None else ["--code", code]
+    """Run a command of `immortal`: (status, its JSON, otherwise the error)."""
     process = subprocess.Popen(
-        [*command, *options],
+        [sys.executable, "-P", "-m", "immortal", "--home", home, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder if os.path.isdir(folder) else None,
+        env={**os.environ, **env},
         start_new_session=True,  # so that its apps end with it
+        preexec_fn=die_with_parent(os.getpid()),  # a dead executor's
     )
     try:
         output, said = process.communicate(timeout=timeout_s)

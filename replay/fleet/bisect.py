@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,20 +44,27 @@ class Bisection(Struct):
     tried: list[Commit]
 
 
-Trial = Callable[[Path], tuple[bool, FleetOutcome]]
-"""Function that tries the code of a folder: (True if it is bad, the outcome). Raises ReplayError if it can't."""
+Trials = Callable[[Sequence[Commit]], Iterable[FleetOutcome | ReplayError]]
+"""Function that tries commits: the outcome of each, in order, or why there is none."""
 
 
-def bisect(repository: Path, git_range: str, trial: Trial, tell: Callable[[Commit], None]) -> Bisection:
-    """Find the first commit of ``git_range`` ("A..B", first parents only) that ``trial`` calls bad.
+def bisect(
+    repository: Path,
+    git_range: str,
+    trials: Trials,
+    is_bad: Callable[[FleetOutcome], bool],
+    tell: Callable[[Commit], None],
+    *,
+    at_once: int = 1,
+) -> Bisection:
+    """Find the first commit of ``git_range`` ("A..B", first parents only) whose outcome ``is_bad``.
 
-    Like ``git bisect`` it assumes that all commits after a bad one are bad. ``trial`` gets the folder of a
-    commit that stands for ``repository``, which can be below the repository's top folder. ``tell`` receives each tried
-    commit. Raises ReplayError for an invalid range, or if A is bad or can't be tried.
+    Like ``git bisect`` it assumes that all commits after a bad one are bad. ``trials`` gets ``at_once`` commits.
+    ``tell`` receives each tried commit. Raises ReplayError for an invalid range, or if A is bad or can't be tried.
     """
     if not repository.is_dir():
         raise ReplayError(f"'{repository}': a folder of a git repository was expected beside a range of commits")
-    top = Path(_git(repository, "rev-parse", "--show-toplevel").strip())
+    _top_of(repository)
     base, dots, end = git_range.partition("..")
     if not dots or not base or end.startswith("."):
         raise ReplayError(f"{git_range!r}: a range of commits was expected, such as v1.0..HEAD")
@@ -69,31 +76,30 @@ def bisect(repository: Path, git_range: str, trial: Trial, tell: Callable[[Commi
     tried: list[Commit] = []
     outcomes: dict[str, FleetOutcome] = {}
 
-    def found(commit: Commit) -> str:
-        with _files_of(top, commit.id) as folder:
-            try:
-                is_bad, outcomes[commit.id] = trial(folder / repository.resolve().relative_to(top.resolve()))
-                commit.found = "bad" if is_bad else "good"
-            except ReplayError as error:
-                commit.found, commit.problem = "can't be tried", str(error)
-        tried.append(commit)
-        tell(commit)
-        return commit.found
+    def find(some: Sequence[Commit]) -> None:
+        for commit, result in zip(some, trials(some), strict=True):
+            if isinstance(result, ReplayError):
+                commit.found, commit.problem = "can't be tried", str(result)
+            else:
+                commit.found, outcomes[commit.id] = "bad" if is_bad(result) else "good", result
+            tried.append(commit)
+            tell(commit)
 
-    if found(commits[0]) != "good":
+    ends = [commits[0], commits[-1]]
+    find(ends[:at_once])
+    if commits[0].found != "good":
         raise ReplayError(f"{commits[0]}, before the range, is {_why(commits[0])}: begin with an earlier commit")
+    find([one for one in ends if not one.found])
     low, high = 0, len(commits) - 1  # commits[low] is good, commits[high] is bad
-    if found(commits[high]) == "good":
+    if commits[high].found == "good":
         return Bisection(len(ids), None, None, [], tried)
     if commits[high].problem:
         raise ReplayError(f"{commits[high]}, the last of the range, is {_why(commits[high])}")
-    while left := [index for index in range(low + 1, high) if not commits[index].found]:
-        middle = min(left, key=lambda index: abs(2 * index - low - high))
-        match found(commits[middle]):
-            case "good":
-                low = middle
-            case "bad":
-                high = middle
+    while left := [one for one in commits[low + 1 : high] if not one.found]:
+        some = {(len(left) * number - 1) // (at_once + 1) for number in range(1, at_once + 1)}  # evenly among them
+        find([left[index] for index in sorted(some)])
+        high = next(index for index in range(low + 1, high + 1) if commits[index].found == "bad")
+        low = max(index for index in range(low, high) if commits[index].found == "good")
     first = commits[high]
     return Bisection(len(ids), first, outcomes[first.id], commits[low + 1 : high], tried)
 
@@ -107,13 +113,19 @@ def _commit(repository: Path, name: str) -> Commit:
     return Commit(*fields)
 
 
+def _top_of(repository: Path) -> Path:
+    return Path(_git(repository, "rev-parse", "--show-toplevel").strip())
+
+
 @contextmanager
-def _files_of(top: Path, commit: str) -> Iterator[Path]:
+def files_of(repository: Path, commit: str) -> Iterator[Path]:
+    """Check a commit out, and yield the folder that stands for ``repository``, which can be below the top folder."""
+    top = _top_of(repository)
     with tempfile.TemporaryDirectory(prefix="immortal-bisect-") as folder:
         files = Path(folder, "files")
         _git(top, "worktree", "add", "--quiet", "--detach", str(files), commit)
         try:
-            yield files
+            yield files / repository.resolve().relative_to(top.resolve())
         finally:
             _git(top, "worktree", "remove", "--force", str(files))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,8 @@ def what_if(
     trust_pickle: bool = False,
     details: bool = False,
     progress: Callable[[int, int], object] = lambda now_ns, end_ns: None,
+    without: Collection[str] = (),
+    orders: Sequence[int] | None = None,
 ) -> FleetOutcome:
     """Return what would differ if other code had handled the logs of a fleet, with all consequences in its services.
 
@@ -53,7 +55,8 @@ def what_if(
     function of the :class:`Call` that returns or raises. ``answer``: such a function for calls to services without a
     log. ``check``: called with the services' objects by name, after each message; it fails by False or AssertionError.
     ``seeds``: the number of orders to try. ``details``: the outcome also has what grows with the logs. ``progress``:
-    called with the time that a run has reached, and that of its end.
+    called with the time that a run has reached, and that of its end. ``without``: services that count as ones without
+    a log. ``orders``: as for :func:`what_if_fleet`.
 
     Raises ReplayError if it can't be run, LogError.
     """
@@ -64,6 +67,9 @@ def what_if(
         for name in registry.names():
             settings = registry.load(name)
             if not log_exists(settings.log):
+                continue
+            if name in without:
+                notes.append(f"{name} counts as a service without a log: --without")
                 continue
             reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
             if reader.summary().extensions:
@@ -92,7 +98,8 @@ def what_if(
             begin_ns,
             to_ns,
         )
-        outcome = what_if_fleet(logs, Rules(effects, answer, check, progress=progress), seeds=seeds, details=details)
+        rules = Rules(effects, answer, check, progress=progress)
+        outcome = what_if_fleet(logs, rules, seeds=seeds, details=details, orders=orders)
         outcome.notes += notes
         return outcome
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -105,12 +106,16 @@ class ClientAnswers(Struct):
 
 
 class End(Struct):
-    """End that ``count`` orders have; ``seed`` is the first of them. ``example``: a difference from seed 0."""
+    """End that ``count`` orders have; ``seed`` is the first of them. ``example``: a difference from seed 0.
+
+    ``digest``: equal for equal ends; "" for that of the record.
+    """
 
     seed: int
     count: int
     broken: int
     example: str
+    digest: str = ""
 
 
 class Seeds(Struct):
@@ -120,6 +125,11 @@ class Seeds(Struct):
     different: int = 0
     broken: int = 0
     ends: list[End] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, ends: list[End]) -> Seeds:
+        runs = sum(one.count for one in ends)
+        return cls(runs, runs - ends[0].count, sum(one.broken for one in ends), ends)
 
 
 class Hour(Struct):
@@ -209,17 +219,22 @@ class FleetOutcome(Struct):
         return {one.name: one for one in self.services}[name]
 
 
-def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = False) -> FleetOutcome:
+def what_if_fleet(
+    logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = False, orders: Sequence[int] | None = None
+) -> FleetOutcome:
     """Run the changed code over the logs, and the services that its changed calls reach.
 
     ``seeds``: the number of orders to run; the outcome is that of the first. ``details``: add what grows with the logs.
-    Raises ReplayError if it can't be run.
+    ``orders``: run these alone, without the first round; or none of them and only that, and where it finds a difference
+    the outcome says no more. Raises ReplayError if it can't be run.
     """
     for name in logs.changes:
         if name not in logs.sources:
             raise ReplayError(f"{name!r} has no log here: {', '.join(sorted(logs.sources)) or 'no service'} has one")
-    if rules.check is None and not details and (same := _screened(logs, seeds)) is not None:
-        return same
+    if rules.check is None and not details and not orders:
+        found = _screened(logs, seeds)
+        if orders is not None or not found.is_different:
+            return found
     recorded: dict[str, Recorded] = {}
     broken_in_record: BrokenCheck | None = None
     if rules.check is not None:
@@ -231,7 +246,7 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
     first: FleetOutcome | None = None
     first_states: Mapping[str, _States | None] = {}
     ends: dict[str, End] = {}
-    for seed in range(seeds):
+    for seed in orders or range(seeds):
         simulation = simulate(logs, rules, seed, recorded)
         try:
             states = {name: _states(one, simulation) for name, one in simulation.services.items()}
@@ -242,32 +257,35 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
             first, first_states = _outcome(logs, simulation, states, details=details), states
             first.broken_in_record = broken_in_record
         if digest not in ends:
-            ends[digest] = End(seed, 0, 0, _example(first_states, states) if ends else "")
+            ends[digest] = End(seed, 0, 0, _example(first_states, states) if ends else "", digest)
         ends[digest].count += 1
         ends[digest].broken += simulation.broken is not None
     assert first is not None
-    all_ends = list(ends.values())
-    first.seeds = Seeds(seeds, seeds - all_ends[0].count, sum(one.broken for one in all_ends), all_ends)
+    first.seeds = Seeds.of(list(ends.values()))
     return first
 
 
-def _screened(logs: Logs, seeds: int) -> FleetOutcome | None:
-    """Return the outcome if the changed code does the same in each service by itself; None if that is not certain."""
-    services = []
+def _screened(logs: Logs, seeds: int) -> FleetOutcome:
+    """Return the outcome if the changed code does the same in each service by itself; it is different if that is not
+    certain.
+    """
+    services: list[ServiceOutcome] = []
+    others = sorted(logs.sources.keys() - logs.changes.keys())
+    ends = Seeds.of([End(0, seeds, 0, "")])
+    found = FleetOutcome(True, services, others, [], ClientAnswers(), [], [], None, None, None, ends, [])
     for name, new in logs.changes.items():
         source = logs.sources[name]
         try:
             route = first_checkpoint(source, logs.begin_ns)
             one = screen(source, route, logs.code(name), new, to_ns=logs.to_ns, outsiders=logs.outsiders)
         except ReplayError:
-            return None  # the run says why
+            return found  # the run says why
         if one.is_different:
-            return None
+            return found
         why = "its code is changed"
         services.append(ServiceOutcome(name, True, why, one.messages, one.sent, None, [], [], [], ""))
-    others = sorted(logs.sources.keys() - logs.changes.keys())
-    ends = Seeds(seeds, ends=[End(0, seeds, 0, "")])
-    return FleetOutcome(False, services, others, [], ClientAnswers(), [], [], None, None, None, ends, [])
+    found.is_different = False
+    return found
 
 
 def value_text(difference: Mapping[str, Any], side: str) -> str:
@@ -308,7 +326,12 @@ def _states(service: Service, simulation: Simulation) -> _States | None:
 def _digest(states: Mapping[str, _States | None], simulation: Simulation) -> str:
     shown = {name: "" if one is None else canonical(one[1]) for name, one in states.items()}
     answers = [(one.kind, one.old, one.new) for one in simulation.differences if _is_client(one, simulation)]
-    return repr((shown, sorted(answers, key=repr), sorted(one["effect"] for one in simulation.effects)))
+    if not (simulation.differences or simulation.effects) and all(
+        one is not None and one[0] == one[1] for one in states.values()
+    ):
+        return ""
+    whole = repr((shown, sorted(answers, key=repr), sorted(one["effect"] for one in simulation.effects)))
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
 def _is_client(difference: Difference, simulation: Simulation) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from immortal.coordinator.instances.registry import Registry
 from tests.helpers import talk_app
@@ -52,6 +54,11 @@ def write_changed_code(folder: Path) -> str:
         source = source.replace(old, new)
     folder.mkdir()
     return write_module(folder, source)
+
+
+def is_little(fleet: Mapping[str, Any]) -> bool:
+    """Check of a fleet's what-if, which is broken at the end by new code alone."""
+    return fleet["asker"].count <= 20
 
 
 def app_options(module: str) -> list[str]:

@@ -30,7 +30,7 @@ from immortal.pipeline.jobs.stats import stats
 from immortal.pipeline.jobs.trace import trace
 from immortal.pipeline.jobs.verify import verify
 from immortal.protocol.trailer import BatchKind
-from tests.helpers import flow
+from tests.helpers import flow, talk_app
 from tests.helpers.fleet import STREAM_FAULTS, Found, Plan, cut, damage, flip_byte, plan_fleet, streams_for_faults, trim
 from tests.helpers.strangers import mode, modes
 from tests.helpers.talk_fleet import CLASSES, TALK, app_options, record_talk, write_changed_code
@@ -415,6 +415,63 @@ def test_what_if_runs_the_code_that_is_named_on_both_sides(tmp_path: Path) -> No
         assert "so the new code would be compared with itself" in said
 
 
+def fleet_what_if(home: Path, *arguments: object, status: int) -> str:
+    """Return what `immortal what-if --fleet` prints, which its run on Spark must print too."""
+    alone = CliRunner().invoke(main, ["--home", str(home), "what-if", "--fleet", *map(str, arguments)])
+    assert alone.exit_code == status, (alone.output, alone.exception)
+    assert run("what-if", "--propagate", home, *arguments, status=status).stdout == alone.stdout
+    return alone.stdout
+
+
+def test_a_what_if_that_propagates_is_that_of_one_process(home: Path, tmp_path: Path) -> None:
+    """The asker gets other answers; orders are run by several tasks, and each is compared with the first."""
+    other = write_changed_code(tmp_path / "new")
+    told = ("--change", f"helper={other}:Helper", "--code", tmp_path / "new")
+    text = fleet_what_if(home, *told, status=3)
+    assert "count: was 20; would be 30" in text
+    check = ("--check", "tests.helpers.talk_fleet:is_little")
+    checked = fleet_what_if(home, *told, *check, "--seeds", "5", "--details", "--json", status=3)
+    found = json.loads(checked)
+    assert (found["seeds"]["runs"], found["seeds"]["broken"], len(found["differences"])) == (5, 5, 4)
+    more = ("--change", f"tally-small={other}:Tally")
+    assert "no difference" in fleet_what_if(home, *more, "--change", f"asker={other}:Asker", *told[2:], status=0)
+    assert json.loads(fleet_what_if(home, *told, *more, "--seeds", "2", "--json", status=3))["seeds"]["runs"] == 2
+    told = ("--propagate", home, "--change", f"helper={other}:Helper", "--code", tmp_path / "new")
+    run("what-if", *told, "--html", tmp_path / "page.html", "--parquet", tmp_path / "tables", status=3)
+    assert "Helper.help" in (tmp_path / "page.html").read_text()
+    assert (tmp_path / "tables" / "differences.parquet").exists()
+    assert "no module 'nowhere'" in failed("what-if", "--propagate", home, "--change", "helper=nowhere:Helper")
+    assert "the instance 'other' is not registered" in failed("what-if", "--propagate", home, "--change", "other=a:B")
+    assert "no terminal" in failed("what-if", *told, "--effects", "ask", status=2)
+
+
+def test_a_what_if_that_propagates_goes_without_logs_that_cannot_be_read(home: Path, tmp_path: Path) -> None:
+    copy = copied(home, tmp_path)
+    truncate(asker := tmp_path / "logs" / "asker" / "log")
+    same = ("what-if", "--propagate", copy, "--change", f"helper={TALK}:Helper")
+    found = values(*same, status=4)
+    assert [each["log"] for each in found["unreadable"]] == [str(asker)]
+    assert "asker" not in [*found["equal_services"], *(one["name"] for one in found["services"])]
+    assert f"  {asker}: " in run(*same, status=4).stdout
+    assert "is truncated" in failed(*same, "--strict")
+    assert "data.mdb is truncated" in failed("what-if", "--propagate", copy, "--change", f"asker={TALK}:Asker")
+
+
+def test_commits_are_tried_at_once(home: Path, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    other = write_changed_code(code)
+    changed, same = (code / f"{other}.py").read_text(), Path(talk_app.__file__).read_text()
+    for text in (same, same, changed, changed):
+        (code / f"{other}.py").write_text(f"{text}\n# {len(list(code.glob('.git/objects/*')))}\n")
+        for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "Change"]):
+            own = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "commit.gpgsign=false"]
+            subprocess.run(["git", "-C", code, *own, *command], check=True)
+    told = ("--change", f"helper={other}:Helper", "--code", code, "--bisect", "HEAD~3..HEAD")
+    assert "the first of 3 commits that makes a difference" in fleet_what_if(home, *told, status=3)
+    found = values("what-if", "--propagate", home, *told, status=3)
+    assert [one["found"] for one in found["tried"]] == ["good", "bad", "good", "bad"]
+
+
 # --- logs that cannot be read ----------------------------------------------------------------------------------------
 
 
@@ -484,11 +541,17 @@ def test_logs_that_go_bad_while_they_are_read(plan: Plan, tmp_path: Path, spark:
     assert values("verify", to)["sound"]
 
 
-def test_what_if_leaves_out_a_log_that_cannot_be_read(home: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "home"
+def copied(home: Path, folder: Path) -> Path:
+    """Copy a home and its logs into ``folder``."""
+    copy = folder / "home"
     shutil.copytree(home.parent, copy.parent, dirs_exist_ok=True)
     for settings in copy.glob("*.toml"):
         settings.write_text(settings.read_text().replace(str(home.parent), str(copy.parent)))
+    return copy
+
+
+def test_what_if_leaves_out_a_log_that_cannot_be_read(home: Path, tmp_path: Path) -> None:
+    copy = copied(home, tmp_path)
     truncate(asker := copy.parent / "logs" / "asker" / "log")
     found = values("what-if", copy, *app_options(TALK), status=4)
     assert found["same"] == len(CLASSES) - 1

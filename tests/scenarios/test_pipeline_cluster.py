@@ -16,6 +16,7 @@ import pytest
 from tests.helpers.fleet import damage, duplicate, lose, plan_fleet, streams_for_faults
 from tests.helpers.flow import STATUSES, app_options, record_flow
 from tests.helpers.spark_cluster import BRIEF_JVM, REPOSITORY, standalone_cluster
+from tests.helpers.talk_fleet import record_talk, write_changed_code
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +77,32 @@ def test_a_what_if_on_a_cluster_finds_what_does_other_things(cluster: str, work:
         files = [each["values"][f"{side}_code"]["file"] for side in ("old", "new")]
         assert files == [str(tmp_path / side / "flow" / f"{each['instance']}.py") for side in ("old", "new")]
     assert executors(work) == sorted([*before, "work-0", "work-1"]), "both workers took part"
+
+
+KILL_ONCE = """
+import contextlib, os, signal
+from pathlib import Path
+
+
+def check(fleet):
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open("killed", os.O_CREAT | os.O_EXCL))
+        pid = os.getpid()
+        while b"ExecutorBackend" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(pid, signal.SIGKILL)
+"""
+
+
+def test_a_what_if_that_propagates_on_a_cluster_is_that_of_one_process(cluster: str, tmp_path: Path) -> None:
+    """Orders are tried on two workers; the executor of one is killed in the middle."""
+    home = record_talk(tmp_path)
+    told = ["--change", f"helper={write_changed_code(tmp_path / 'new')}:Helper", "--code", str(tmp_path / "new")]
+    told += ["--check", "checks:check", "--seeds", "5"]
+    (tmp_path / "checks.py").write_text(KILL_ONCE)
+    found = run(cluster, "what-if", "--propagate", home, *told, status=3, cwd=tmp_path)
+    assert (tmp_path / "killed").exists()
+    command = [sys.executable, "-m", "immortal", "--home", str(home), "what-if", "--fleet", *told, "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    alone = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert json.dumps(found) == json.dumps(json.loads(alone.stdout)), alone.stderr

@@ -182,7 +182,8 @@ def test_a_check_says_where_it_breaks_first(folder: Path) -> None:
     found = values(folder, "--change", f"shop={variant(folder, *TWICE)}", "--check", "checks:check", "--seeds", "3")
     assert found["broken_in_record"] is None
     assert (found["broken"]["service"], found["broken"]["text"]) == ("till", "sold too much")
-    end = {"seed": 0, "count": 3, "broken": 3, "example": ""}
+    (end,) = found["seeds"]["ends"]
+    assert (end["seed"], end["count"], end["broken"], end["example"]) == (0, 3, 3, "")
     assert found["seeds"] == {"runs": 3, "different": 0, "broken": 3, "ends": [end]}
 
 
