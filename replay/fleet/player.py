@@ -62,6 +62,11 @@ class LoggedRecord(Struct, frozen=True):
     value: bytes
     trailer: Trailer
 
+    @classmethod
+    def of(cls, value: bytes) -> LoggedRecord:
+        header = decode_header(value)
+        return cls(header.sequence_id, value, decode_trailer(value[header.size_bytes :], header.check))
+
     @property
     def time_ns(self) -> int:
         return self.trailer.time_ns
@@ -87,8 +92,7 @@ class Log:
         self.records: list[LoggedRecord] = []
         self._runs: dict[str, list[tuple[int, int, Place]]] = defaultdict(list)
         for value in source.values(checkpoint.sequence_id + 1, source.summary().last_sequence_id):
-            header = decode_header(value)
-            record = LoggedRecord(header.sequence_id, value, decode_trailer(value[header.size_bytes :], header.check))
+            record = LoggedRecord.of(value)
             if to_ns is not None and record.time_ns > to_ns:
                 break
             self.records.append(record)
@@ -145,15 +149,16 @@ class Turn(Struct):
     stopped: str = ""
 
 
-def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
-    """Plan a run from the oldest sound checkpoint, or from the newest up to ``not_after_ns``. Raises ReplayError."""
+def first_checkpoint(source: RecordSource, not_after_ns: int | None, behind: int = -1) -> Route:
+    """Plan a run from the oldest sound checkpoint, or from the newest up to ``not_after_ns``; from none before the
+    record ``behind``. Raises ReplayError."""
     summary = source.summary()
     name = source.identity.instance_name
     if summary.extensions is None:
         raise ReplayError(f"{name}: the log is empty: the instance has never completed its first start")
     if not summary.extensions:
         raise ReplayError(f"{name}: its app speaks the base protocol, and can't be run here")
-    headers = usable_checkpoints(summary)
+    headers = [one for one in usable_checkpoints(summary) if one.sequence_id >= behind]
     if not_after_ns is not None:
         early = [one for one in headers if one.time_ns <= not_after_ns]
         headers = [*reversed(early), *headers[len(early) :]]

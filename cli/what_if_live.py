@@ -1,0 +1,205 @@
+"""Processes of what-if --fleet --live: one runs the code of the shadows, this one reports, and starts it again."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from immortal.presenters.what_if import DIFFERENT
+from immortal.presenters.what_if_live import LiveReport
+from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines
+from immortal.protocol.decoding import decode_json
+from immortal.protocol.files import write_whole
+from immortal.replay.fleet.shadow import Event, Found, Mark, Note, Progress, follow
+
+NICENESS = 10  # the services come first
+TICK_S = 0.1
+STOP_S = 5.0
+SUMMARY_S = 10.0  # between two summaries
+PAGE_S = 1.0  # between two pages
+HANG_S_MIN = 2.0
+NOTE_SIZE_BYTES = 400
+SAID_LINES_MAX = 40  # of the last words of a process
+
+
+class _Given(msgspec.Struct):
+    """What the process of the shadows is given. ``note``: descriptor of a file with what it does now."""
+
+    note: int
+    marks: dict[str, Mark]
+
+
+def run_shadows(
+    home: Path,
+    changes: Mapping[str, str],
+    given: str,
+    code: Path | None,
+    begin_ns: int | None,
+    handler_limit_s: float,
+    trust_pickle: bool,
+) -> int:
+    """Run the shadows in this process until SIGTERM; write what they find to stdout, a JSON object a line."""
+    from immortal.replay.fleet.player import seal_process
+
+    order, over = decode_json(given.encode(), type=_Given), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *of: over.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the process that started this one says when to end
+    os.nice(NICENESS)
+    with open(os.dup(1), "wb", buffering=0) as out, open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)  # handlers would print their output
+        seal_process(handler_limit_s)
+        follow(
+            home,
+            changes,
+            order.marks,
+            lambda event: out.write(msgspec.json.encode(event) + b"\n"),
+            lambda text: os.pwrite(order.note, text.encode().ljust(NOTE_SIZE_BYTES), 0),
+            over.is_set,
+            code=code,
+            begin_ns=begin_ns,
+            trust_pickle=trust_pickle,
+            limit_s=max(handler_limit_s, HANG_S_MIN),
+        )
+    return 0
+
+
+def run_live(
+    start: Callable[[list[str]], dict[str, Any]],
+    changes: Mapping[str, str],
+    duration_ns: int | None,
+    page: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Report what the shadows find until Ctrl-C, SIGTERM or the end of the duration; return the exit status.
+
+    ``start``: returns how subprocess starts the process of the shadows with further arguments.
+    """
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *of: over.set())
+    if duration_ns is not None:
+        timer = threading.Timer(duration_ns / 1e9, over.set)
+        timer.daemon = True
+        timer.start()
+    live = _Live(LiveReport(changes), page, as_json=as_json)
+    note = os.memfd_create("immortal-shadow")
+    while not over.is_set():
+        os.truncate(note, 0)
+        given = msgspec.json.encode(_Given(note, live.report.marks)).decode()
+        live.watch(start(["--shadow", given]), note, over)
+    return live.end()
+
+
+class _Live:
+    def __init__(self, report: LiveReport, page: Path | None, *, as_json: bool) -> None:
+        self.report = report
+        self._page = page
+        self._as_json = as_json
+        self._is_new = True  # something for the page
+        self._page_s = self._summary_s = 0.0
+
+    def watch(self, how: dict[str, Any], note: int, over: threading.Event) -> None:
+        """Run one process of the shadows until its end. Raises FailedError if another one would be no better."""
+        said: deque[bytes] = deque(maxlen=SAID_LINES_MAX)
+        lines: queue.Queue[bytes | None] = queue.Queue(maxsize=1000)
+        pipe = subprocess.PIPE
+        with subprocess.Popen(**how, stdout=pipe, stderr=pipe, pass_fds=(note,)) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            readers = [
+                threading.Thread(target=_read, args=(process.stdout, lines.put), daemon=True),
+                threading.Thread(target=_read, args=(process.stderr, said.append), daemon=True),
+            ]
+            for reader in readers:
+                reader.start()
+            asked_s = 0.0
+            while (line := self._next(lines)) is not None:
+                if line:
+                    self._show(decode_json(line, type=Event))
+                self._tell()
+                if over.is_set() and not asked_s:
+                    asked_s = time.monotonic()
+                    process.terminate()
+                elif asked_s and time.monotonic() - asked_s > STOP_S:
+                    process.kill()  # its code hangs
+            status = process.wait()
+            readers[1].join(STOP_S)
+        if not over.is_set():
+            self._ended(status, [line.decode("utf-8", "replace").rstrip() for line in said if line], note)
+
+    def _next(self, lines: queue.Queue[bytes | None]) -> bytes | None:
+        try:
+            return lines.get(timeout=TICK_S)
+        except queue.Empty:
+            return b""
+
+    def _ended(self, status: int, said: list[str], note: int) -> None:
+        """Say at which record the process has ended, and which code did it."""
+        at = os.pread(note, NOTE_SIZE_BYTES, 0).decode().split()
+        hangs = any(line.startswith("Timeout (") for line in said)
+        if not at or (status == 1 and not hangs):
+            reason = said[-1] if said else f"status {status}"
+            raise FailedError(f"the shadows have ended: {reason.removeprefix('error: ')}")
+        name, record, side = at[0], int(at[1]), at[2]
+        text = f"the {side} code {'does not end' if hangs else f'ends its process (status {status})'}"
+        if side == "new":
+            self._show(Found(name, "ends", name, "", record, None, time.time_ns(), 0.0, text))
+        again = f"record {record}: {text}; it begins again at the next checkpoint"
+        self._show(Note(name, again, follows=False))
+        self.report.restarts(name, record)
+
+    def _show(self, event: Event) -> None:
+        text = self.report.take(event)
+        self._is_new |= isinstance(event, Found)
+        if self._as_json and not isinstance(event, Progress):
+            echo_json(msgspec.to_builtins(event))
+        elif text:
+            echo(text)
+
+    def _tell(self) -> None:
+        """Write the page and a summary from time to time."""
+        now_s = time.monotonic()
+        is_due = now_s - self._summary_s >= SUMMARY_S
+        if is_due:
+            self._summary_s = now_s
+            if self._as_json:
+                self._tell_totals()
+            elif sys.stderr.isatty():
+                echo(self.report.line, err=True)
+        if self._page is not None and (is_due or (self._is_new and now_s - self._page_s >= PAGE_S)):
+            self._page_s, self._is_new = now_s, False
+            write_whole(self._page, self.report.page())
+
+    def _tell_totals(self) -> None:
+        for one in self.report.totals:
+            echo_json(msgspec.to_builtins(one))
+
+    def end(self) -> int:
+        """Print all counts; return the exit status."""
+        if self._as_json:
+            self._tell_totals()
+        else:
+            echo_lines(self.report.lines())
+        if self._page is not None:
+            write_whole(self._page, self.report.page())
+        if self.report.is_different:
+            return DIFFERENT
+        return 0 if all(self.report.following.values()) else 1
+
+
+def _read(file: IO[bytes], put: Callable[[bytes | None], object]) -> None:
+    for line in file:
+        put(line)
+    put(None)

@@ -1,0 +1,123 @@
+"""Report on shadows of running services: lines, JSON and a page, from what they tell as they go on."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+
+from msgspec.structs import replace
+
+from immortal.coordinator.core.formatting import time_text
+from immortal.protocol.command_line import counted, table_lines
+from immortal.replay.fleet.shadow import Event, Found, Mark, Note, Progress
+
+LINES_MAX = 10  # of one handler and kind; then they are counted
+KEPT_MAX = 200  # on the page
+REFRESH_S = 2
+
+
+class LiveReport:
+    """Report on shadows. ``changes``: the class that is tried, by service."""
+
+    def __init__(self, changes: Mapping[str, str]) -> None:
+        self.marks: dict[str, Mark] = {}
+        """Where each shadow goes on in a next process."""
+        self.following = dict.fromkeys(changes, False)
+        self._changes = changes
+        self._before = {name: Progress(name, -1, 0, 0, 0.0) for name in changes}  # of processes that have ended
+        self._now = dict(self._before)
+        self._counts: Counter[tuple[str, str, str, str]] = Counter()
+        self._last: deque[Found] = deque(maxlen=KEPT_MAX)
+        self._notes: deque[str] = deque(maxlen=KEPT_MAX)
+
+    def take(self, event: Event) -> str:
+        """Take an event; return the line that it is shown by, "" for none."""
+        if isinstance(event, Progress):
+            before = self._before[event.service]
+            messages, same = before.messages + event.messages, before.same + event.same
+            self._now[event.service] = replace(event, messages=messages, same=same)
+            self.marks.setdefault(event.service, Mark()).reported = event.record
+            return ""
+        if isinstance(event, Note):
+            self.following[event.service] = event.follows
+            if event.follows:
+                self.marks[event.service] = Mark(self.marks.get(event.service, Mark()).reported)
+            self._notes.append(f"{event.service}: {event.text}")
+            return f"note: {self._notes[-1]}"
+        key = event.service, event.to, event.handler, event.kind
+        self._counts[key] += 1
+        self._last.append(event)
+        more = "; the next ones like this are only counted" if self._counts[key] == LINES_MAX else ""
+        return (
+            f"{_place(event)}: {event.text} ({event.lag_s:.1f} s later){more}" if self._counts[key] <= LINES_MAX else ""
+        )
+
+    def restarts(self, name: str, behind: int) -> None:
+        """Note that another process goes on, with the service ``name`` at a checkpoint after the record ``behind``."""
+        self._before = dict(self._now)
+        self.marks.setdefault(name, Mark()).behind = behind
+
+    @property
+    def totals(self) -> list[Progress]:
+        return list(self._now.values())
+
+    @property
+    def is_different(self) -> bool:
+        return bool(self._counts)
+
+    @property
+    def line(self) -> str:
+        """All in one line."""
+        messages, same, different = (
+            sum(one.messages for one in self.totals),
+            sum(one.same for one in self.totals),
+            self._counts.total(),
+        )
+        lag_s = max(one.lag_s for one in self.totals)
+        return f"{counted(messages, 'message')}, {same:,} calls the same, {different:,} different, {lag_s:.1f} s behind"
+
+    def lines(self) -> Iterator[str]:
+        """Yield the tables of all that was compared."""
+        yield ""
+        yield from table_lines(*self._services(), right=_NUMBERS)
+        if self._counts:
+            yield ""
+            yield from table_lines(*self._handlers(), right=_NUMBERS)
+        yield ""
+        yield "different" if self.is_different else "no difference"
+
+    def page(self) -> str:
+        """Return the page as HTML, which a browser loads again by itself."""
+        from immortal.pipeline.report.pages import Part, page
+
+        title = ", ".join(f"{name} = {app}" for name, app in self._changes.items())
+        last = [(time_text(one.time_ns), _place(one), one.text, f"{one.lag_s:.1f}") for one in reversed(self._last)]
+        parts = [
+            Part("Services", "", *self._services()),
+            Part("Differences by handler", "", *self._handlers()),
+            Part("The last differences", "", ("time", "message", "difference", "seconds later"), last),
+            Part("Notes", lines=list(self._notes)),
+        ]
+        shown = [part for part in parts if part.rows or part.lines]
+        texts = ("service", "to", "call", "kind", "time", "message", "difference")
+        return page(f"What if {title}, live?", self.line, shown, texts, refresh_s=REFRESH_S)
+
+    def _services(self) -> tuple[list[str], list[list[str]]]:
+        rows = []
+        for one in self.totals:
+            different = sum(count for key, count in self._counts.items() if key[0] == one.service)
+            counts = [one.record, one.messages, one.same, different]
+            rows.append([one.service, *(f"{count:,}" for count in counts), f"{one.lag_s:.1f}"])
+        return ["service", "record", "messages", "same calls", "different", "seconds behind"], rows
+
+    def _handlers(self) -> tuple[list[str], list[list[str]]]:
+        rows = [[*key, f"{count:,}"] for key, count in self._counts.most_common()]
+        return ["service", "to", "call", "kind", "different"], rows
+
+
+_NUMBERS = ("record", "messages", "same calls", "different", "seconds behind")
+
+
+def _place(one: Found) -> str:
+    message = "" if one.message is None else f", message {one.message}"
+    return f"{one.service}, record {one.record}{message}"

@@ -1,0 +1,448 @@
+"""Shadows of running services: the code that makes a log, and changed code, handle each record as it is logged.
+
+Both get the recorded inputs, side by side in this process, and nothing that they do leaves it. A shadow that can't go
+on (a handler stops its app, other code takes over, the log was trimmed) begins again at the next checkpoint.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from itertools import islice
+from pathlib import Path
+
+from msgspec import Struct
+
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.running.inspection import describe_state
+from immortal.appsdk.state.tree import differences
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.formatting import Methods
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.open import log_exists
+from immortal.coordinator.log.reader import LogReader
+from immortal.coordinator.log.record_contents import message_at, record_of, rpc_of
+from immortal.coordinator.log.view_queries import version_starts
+from immortal.protocol import kept_code
+from immortal.protocol.verdicts import Verdict
+from immortal.replay.app_process import OwnCode, own_code_at_end
+from immortal.replay.comparison import aligned
+from immortal.replay.fleet.calls import number_of_awaited
+from immortal.replay.fleet.opening import load_definition
+from immortal.replay.fleet.outcome import SHOWN_MAX, call_text, difference_text, kind_of_call, value_text
+from immortal.replay.fleet.player import LoggedRecord, Place, Player, Turn, first_checkpoint, not_of_code
+from immortal.replay.plan import ReplayError, Route, place_of, usable_checkpoints
+from immortal.replay.result import Sink, format_failure, group_outcomes
+from immortal.replay.verify import ProvingSink
+
+NOW_NS = 1 << 63  # later than each checkpoint
+POLL_S = 0.05  # between two looks at the logs
+PROGRESS_S = 0.25
+RETRY_S = 0.5  # between two attempts to begin
+ROUND_RECORDS_MAX = 256  # of a service, before the next one has its turn
+STATES_SHARE = 20  # comparing states takes at most this part of the time
+PATHS_MAX = 1_000  # parts of a state that are reported
+WAITING_MAX = 10_000  # handlers of the changed code that wait for answers that no log has
+
+
+class Found(Struct, frozen=True, tag="difference"):
+    """Difference between the two codes. ``kind``: "changed", "added" or "missing" of a call, "state", or a fate.
+
+    ``message`` None: it is of the whole record. ``lag_s``: from the record's time to the comparison.
+    """
+
+    service: str
+    kind: str
+    to: str
+    handler: str
+    record: int
+    message: int | None
+    time_ns: int
+    lag_s: float
+    text: str
+
+
+class Progress(Struct, frozen=True, tag="progress"):
+    """Counts since the process began. ``record``: the last one handled, ``lag_s`` after its time."""
+
+    service: str
+    record: int
+    messages: int
+    same: int
+    lag_s: float
+
+
+class Note(Struct, frozen=True, tag="note"):
+    """Message for people. ``follows``: True if records are compared from here on."""
+
+    service: str
+    text: str
+    follows: bool
+
+
+Event = Found | Progress | Note
+
+
+class Mark(Struct):
+    """Position of a shadow: records up to ``reported`` were compared; no checkpoint before ``behind`` can be used."""
+
+    reported: int = -1
+    behind: int = -1
+
+
+class LockStep:
+    """Two runs of one service, record by record: by the code that made the log, and by ``new``.
+
+    Raises ReplayError if a class does not take the state.
+    """
+
+    def __init__(self, reader: LogReader, route: Route, old: Definition, new: Definition) -> None:
+        summary = reader.summary()
+        self._name = reader.identity.instance_name
+        self._proving = ProvingSink(reader, route)
+        self.old = Player(reader, route, old, self._proving)
+        self.new = Player(reader, route, new, Sink(), is_new=True)
+        self.reached = route.checkpoint.sequence_id
+        self.methods: Methods = {**self.old.methods, **self.new.methods}
+        self.version_count = len(summary.versions)
+        self.verdicts: dict[int, list[Verdict]] = defaultdict(list)  # that the old code was told, by record
+        for verdict in summary.verdicts:
+            self.verdicts[verdict.sequence_id].append(verdict)
+        self._effects = [set(one.waiting_effects()) for one in (self.old, self.new)]
+
+    def give(self, record: LoggedRecord, note: Callable[[str], object]) -> tuple[Turn, Turn]:
+        """Let both handle a record; call ``note`` with "old" and "new" before."""
+        self._proving.record(record.sequence_id, record.value, record.trailer)
+        note("old")
+        then = self.old.give_logged(record)
+        self.new.tasks.told(then.draws)
+        note("new")
+        now = self.new.give_logged(record)
+        self.reached = record.sequence_id
+        return then, now
+
+    def problem(self) -> str:
+        """Describe where the old code left the log; "" if nothing shows that it did."""
+        return self._proving.difference(self._name, self.old.methods)
+
+    def effects(self) -> list[dict[int, tuple[str, str]]]:
+        """Return name and description, by number, of the effects that each side has asked for since the last call."""
+        found = []
+        for side, player in enumerate((self.old, self.new)):
+            waiting = player.waiting_effects()
+            new = {key: one for key, one in waiting.items() if key not in self._effects[side]}
+            found.append({key: (one.function.name, one.function.describe(one.encoded)) for key, one in new.items()})
+            self._effects[side] = set(waiting)
+        return found
+
+    def state_differences(self) -> list[tuple[str, str]]:
+        """Return path and description of the first parts of the state that differ. Raises StateError."""
+        old, new = (describe_state(one.definition, one.instance, one.tasks.save()) for one in (self.old, self.new))
+        found = [one.to_json() for one in islice(differences(old, new), SHOWN_MAX)]
+        return [(one["path"], f"was {value_text(one, 'old')}; would be {value_text(one, 'new')}") for one in found]
+
+    def close(self) -> None:
+        self.old.close()
+        self.new.close()
+
+
+class Shadow:
+    """Shadow of one service. ``begin_ns``: begin at the newest checkpoint up to then. ``emit`` gets what it finds.
+
+    ``note(record, side)``: called before a side handles a record.
+    """
+
+    def __init__(
+        self,
+        settings: InstanceSettings,
+        reader: LogReader,
+        new: Definition,
+        mark: Mark,
+        begin_ns: int | None,
+        emit: Callable[[Event], object],
+        note: Callable[[int, str], object],
+    ) -> None:
+        self.name = settings.name
+        self._settings = settings
+        self._folder = settings.folder / kept_code.FOLDER_NAME
+        self._reader = reader
+        self._new = new
+        self._mark = mark
+        self._begin_ns = begin_ns
+        self._emit = emit
+        self._note = note
+        self._steps: LockStep | None = None
+        self._digest = ""  # of the kept code that runs
+        self._retry_s = 0.0
+        self._said = ""
+        self._messages = self._same = self._found = 0
+        self._lag_s = 0.0
+        self._states_due_s = 0.0
+        self._states_at = -1
+        self._paths: set[str] = set()  # parts of the state that were reported
+        self._told: Progress | None = None
+
+    # --- the log ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin at a checkpoint, if there is one yet. Raises ReplayError, LogError."""
+        self._retry_s = time.monotonic() + RETRY_S
+        summary, mark = self._reader.summary(), self._mark
+        if mark.behind >= 0 and not any(one.sequence_id >= mark.behind for one in usable_checkpoints(summary)):
+            return
+        route = first_checkpoint(self._reader, self._begin_ns or NOW_NS, mark.behind)
+        own = own_code_at_end(self._settings, summary, route)
+        kept = kept_code.code_at(self._folder, summary.last_sequence_id)
+        digest = "" if kept is None else kept.digest
+        if kept is not None and self._digest not in ("", digest):  # a module that is loaded stays as it was
+            own = OwnCode(kept.app, kept.archive(self._folder))
+        old = load_definition(own.app, own.archive)
+        steps = LockStep(self._reader, route, old, self._new)
+        text = f"from checkpoint {route.checkpoint.checkpoint_id} ({place_of(route.checkpoint)}) on"
+        if -1 < mark.reported < steps.reached:
+            text += f"; records {mark.reported + 1} to {steps.reached} are not compared"
+        self._mark = Mark(max(mark.reported, steps.reached), -1)
+        self._steps, self._digest, self._begin_ns, self._said = steps, digest, None, ""
+        self._emit(Note(self.name, text, follows=True))
+
+    def round(self) -> bool:
+        """Compare records that were logged since the last call; return True if there are more."""
+        try:
+            if self._steps is None:
+                if time.monotonic() >= self._retry_s:
+                    self.begin()
+                return self._steps is not None
+            return self._follow(self._steps)
+        except (ReplayError, LogError) as error:
+            self._end(str(error), self._mark.behind)
+            return False
+
+    def _follow(self, steps: LockStep) -> bool:
+        last = self._reader.last_sequence_id()
+        if last < steps.reached:
+            raise LogError(f"the log ends with record {last}: it was cut, or is another one")
+        if last == steps.reached:
+            self.compare_states()
+            return False
+        values = list(islice(self._reader.values(steps.reached + 1, last), ROUND_RECORDS_MAX))
+        self._reader.release()
+        with self._reader.view() as view:  # later than the records: it has each version that handled one of them
+            versions = version_starts(view)
+        kept = kept_code.code_at(self._folder, last)
+        if len(versions) != steps.version_count:
+            self._end(f"version {versions[-1].version} has taken over", versions[-1].sequence_id)
+        elif kept is not None and kept.digest != self._digest:
+            self._end(f"other code handles the log from record {kept.first} on", kept.first - 1)
+        for value in values:
+            if self._steps is None:
+                break
+            self._give(steps, LoggedRecord.of(value))
+        return last > steps.reached
+
+    def _give(self, steps: LockStep, record: LoggedRecord) -> None:
+        at = record.sequence_id
+        then, now = steps.give(record, lambda side: self._note(at, side))
+        self._lag_s = max(0.0, time.time() - record.time_ns / 1e9)
+        if problem := steps.problem():
+            self._end(f"there is nothing to compare with: {problem}", at)
+            return
+        if at > self._mark.reported:
+            before = self._found
+            self._compare(steps, record, then, now)
+            self._mark.reported = at
+            if self._found != before:
+                self.tell_progress()  # so that a process after this one does not find them again
+        if now.stopped and not then.stopped:
+            self._tell(record, "stops", self.name, "", None, f"would stop its app: {now.stopped}")
+        if stopped := then.stopped or now.stopped:
+            self._end(f"the {'old' if then.stopped else 'new'} code stops at {stopped}", at)
+        elif steps.new.tasks.count > steps.old.tasks.count + WAITING_MAX:
+            self._end(f"over {WAITING_MAX:,} handlers of the new code wait for answers that the log does not have", at)
+
+    def _end(self, why: str, behind: int) -> None:
+        """End this run: the next one begins at a checkpoint after the record ``behind``."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+        self._mark.behind, self._retry_s = behind, 0.0
+        if why != self._said:
+            self._said = why
+            self._emit(Note(self.name, f"{why}; it begins again at the next checkpoint", follows=False))
+
+    # --- the comparison -----------------------------------------------------------------------------------------------
+
+    def tell_progress(self) -> None:
+        now = Progress(self.name, self._mark.reported, self._messages, self._same, self._lag_s)
+        if now != self._told:
+            self._told = now
+            self._emit(now)
+
+    def _compare(self, steps: LockStep, record: LoggedRecord, then: Turn, now: Turn) -> None:
+        self._messages += sum(batch.count for batch in record.trailer.batches)
+        was, is_now = _by_place(then), _by_place(now)
+        for destination, place in {**was, **is_now}:
+            before, after = was.get((destination, place), []), is_now.get((destination, place), [])
+            if before == after:
+                self._same += len(before)
+                continue
+            for kind, old, new in aligned(before, after, whole=True):
+                if kind is None:
+                    self._same += 1
+                else:
+                    self._call(steps, record, kind.value, destination, place, old, new)
+        self._outcomes(record, [*steps.verdicts.pop(record.sequence_id, ()), *then.verdicts], now.verdicts)
+        old_effects, new_effects = steps.effects()
+        for number, (name, text) in {**old_effects, **new_effects}.items():
+            if number not in new_effects:
+                self._tell(record, "missing", "effects", name, None, f"the effect {text}: would not be")
+            elif number not in old_effects:
+                self._tell(record, "added", "effects", name, None, f"would be the effect {text}, which has no result")
+
+    def _call(
+        self,
+        steps: LockStep,
+        record: LoggedRecord,
+        kind: str,
+        destination: str,
+        place: Place,
+        old: bytes | None,
+        new: bytes | None,
+    ) -> None:
+        player, message = (steps.old, old or b"") if new is None else (steps.new, new)
+        made = self._message(steps, record, place)
+        began = _began(player, message)
+        if began is not None and began != place:
+            made = f"{made}, in {self._message(steps, record, began)}"
+        was, is_now = (None if one is None else call_text(one, destination, steps.methods) for one in (old, new))
+        to, handler = kind_of_call(self.name, destination, message, steps.methods)
+        self._tell(record, kind, to, handler, place[1], f"{made} -> {to}: {difference_text(kind, was, is_now)}")
+
+    def _message(self, steps: LockStep, record: LoggedRecord, place: Place) -> str:
+        """Describe a message that came to the service, in this record or an earlier one."""
+        value: bytes | None = record.value
+        if place[0] != record.sequence_id:
+            value = None
+            with suppress(LogError):  # trimmed
+                value = next(self._reader.values(place[0], place[0]), None)
+        message = None if value is None else message_at(record_of(value).content, place[1])
+        return "a message of a trimmed record" if message is None else call_text(message, "", steps.methods)
+
+    def _outcomes(self, record: LoggedRecord, then: Iterable[Verdict], now: Iterable[Verdict]) -> None:
+        """Compare which messages failed, and how."""
+        was, is_now = (
+            {("task", one.task) if one.task else one.key: one for one in verdicts if not not_of_code(one)}
+            for verdicts in (then, now)
+        )
+        for group in group_outcomes((was.get(key), is_now.get(key)) for key in {**was, **is_now}):
+            text = f"{group.method or 'a message'} {group.fate.would_be}: {format_failure(group.first)}"
+            self._tell(record, group.fate.would_be, self.name, group.method, group.first.message_index, text)
+
+    def compare_states(self, *, at_once: bool = False) -> None:
+        """Compare the states, but not so often that it takes much of the time; report each part once."""
+        begun_s = time.monotonic()
+        steps = self._steps
+        if steps is None or self._states_at == steps.reached or (begun_s < self._states_due_s and not at_once):
+            return
+        self._states_at = steps.reached
+        for path, text in steps.state_differences():
+            if path not in self._paths and len(self._paths) < PATHS_MAX:
+                self._paths.add(path)
+                where = self.name, "state", self.name, "", steps.reached, None
+                self._emit(Found(*where, time.time_ns(), self._lag_s, f"the state: {path}: {text}"))
+        self._states_due_s = begun_s + STATES_SHARE * (time.monotonic() - begun_s)
+
+    def _tell(self, record: LoggedRecord, kind: str, to: str, handler: str, message: int | None, text: str) -> None:
+        self._found += 1
+        where = self.name, kind, to, handler, record.sequence_id, message, record.time_ns
+        self._emit(Found(*where, self._lag_s, text))
+
+
+def _by_place(turn: Turn) -> dict[tuple[str, Place], list[bytes]]:
+    made: dict[tuple[str, Place], list[bytes]] = defaultdict(list)
+    for output in turn.outputs:
+        made[output.destination, output.place].append(output.message)
+    return made
+
+
+def _began(player: Player, message: bytes) -> Place | None:
+    """Return the message that began the execution which makes an awaited call; None if nothing awaits an answer."""
+    number = number_of_awaited(rpc_of(message))
+    call = None if number is None else player.tasks.calls.get(number)
+    task = None if call is None else player.tasks.waiting(call.task.number)
+    return None if task is None else task.began_at
+
+
+class _Watchdog:
+    """Ends the process, and says where it is, if records take over twice ``limit_s``: code can catch all errors."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._armed_s = 0.0
+
+    def watch(self) -> None:
+        if (now_s := time.monotonic()) - self._armed_s > self._limit_s / 4:
+            self._armed_s = now_s
+            faulthandler.dump_traceback_later(2 * self._limit_s, exit=True)
+
+    def rest(self) -> None:
+        self._armed_s = 0.0
+        faulthandler.cancel_dump_traceback_later()
+
+
+def follow(
+    home: Path,
+    changes: Mapping[str, str],
+    marks: Mapping[str, Mark],
+    emit: Callable[[Event], object],
+    note: Callable[[str], object],
+    is_over: Callable[[], bool],
+    *,
+    code: Path | None = None,
+    begin_ns: int | None = None,
+    trust_pickle: bool = False,
+    limit_s: float,
+) -> None:
+    """Follow the logs of ``changes`` (the class to try, by service) until ``is_over``.
+
+    ``marks``: where an earlier process ended. ``note``: gets "service record side" before code runs. A process
+    whose code goes on for twice ``limit_s`` is ended. Raises ReplayError if a shadow can't begin, LogError.
+    """
+    registry, watchdog = Registry(home), _Watchdog(limit_s)
+    with ExitStack() as stack:
+        shadows = []
+        for name, app in changes.items():
+            settings = registry.load(name)
+            if not log_exists(settings.log):
+                raise ReplayError(f"{name!r} has no log here: it has not been started yet")
+            reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
+
+            def noted(record: int, side: str, name: str = name) -> None:
+                note(f"{name} {record} {side}")
+                watchdog.watch()
+
+            mark = marks.get(name)
+            definition = load_definition(app, code)
+            shadow = Shadow(settings, reader, definition, mark or Mark(), begin_ns, emit, noted)
+            if mark is None:
+                shadow.begin()
+            shadows.append(shadow)
+        progress_s = 0.0
+        while not is_over():
+            any_more = False
+            for shadow in shadows:
+                any_more |= shadow.round()
+                watchdog.rest()
+            if (now_s := time.monotonic()) - progress_s >= PROGRESS_S:
+                progress_s = now_s
+                for shadow in shadows:
+                    shadow.tell_progress()
+            if not any_more:
+                time.sleep(POLL_S)
+        for shadow in shadows:
+            shadow.compare_states(at_once=True)
+            shadow.tell_progress()
