@@ -25,7 +25,7 @@ from immortal.coordinator.log.record_contents import batches, record_of, rpcs
 from immortal.protocol import decoding
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.extensions import Origin, RandomDraw, decode_numbers, encode_record_time
+from immortal.protocol.extensions import Origin, RandomDraw, encode_record_time
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
 from immortal.protocol.record import decode_header, encode_record
 from immortal.protocol.system_methods import EFFECT_METHOD_ID
@@ -34,7 +34,7 @@ from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
 from immortal.replay.host import LocalRun
 from immortal.replay.plan import OWN_VERSION, ReplayError, ReplayPlan, Route, never_was, plan_first, usable_checkpoints
 from immortal.replay.result import Sink
-from immortal.replay.session import Ended, Event, NumbersDrawn, Outputs, VerdictGiven
+from immortal.replay.session import Ended, Event, Outputs, VerdictGiven
 from immortal.replay.verify import ProvingSink
 
 Place = tuple[int, int]
@@ -83,6 +83,15 @@ class LoggedRecord(Struct, frozen=True):
         return found
 
 
+def logged(source: RecordSource, checkpoint: CheckpointHeader, to_ns: int | None) -> Iterator[LoggedRecord]:
+    """Yield the records after ``checkpoint``, up to the present last one and up to ``to_ns``."""
+    for value in source.values(checkpoint.sequence_id + 1, source.summary().last_sequence_id):
+        record = LoggedRecord.of(value)
+        if to_ns is not None and record.time_ns > to_ns:
+            return
+        yield record
+
+
 class Log:
     """Records of a log after ``checkpoint`` up to ``to_ns``, with the place of each message of each stream."""
 
@@ -91,10 +100,7 @@ class Log:
         self.checkpoint = checkpoint
         self.records: list[LoggedRecord] = []
         self._runs: dict[str, list[tuple[int, int, Place]]] = defaultdict(list)
-        for value in source.values(checkpoint.sequence_id + 1, source.summary().last_sequence_id):
-            record = LoggedRecord.of(value)
-            if to_ns is not None and record.time_ns > to_ns:
-                break
+        for record in logged(source, checkpoint, to_ns):
             self.records.append(record)
             index = 0
             for batch in record.trailer.batches:
@@ -143,10 +149,16 @@ class Output(Struct, frozen=True):
 class Turn(Struct):
     """Result of one record. ``stopped``: why the app stopped; "" if it continues."""
 
-    outputs: list[Output] = field(default_factory=list)
+    made: list[Outputs] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     draws: list[RandomDraw] = field(default_factory=list)
     stopped: str = ""
+
+    @property
+    def outputs(self) -> Iterator[Output]:
+        """Messages that the code sent, one by one."""
+        for event in self.made:
+            yield from _outputs(event)
 
 
 def first_checkpoint(source: RecordSource, not_after_ns: int | None, behind: int = -1) -> Route:
@@ -216,6 +228,9 @@ class Player(LocalRun):
         assert isinstance(self.app.dispatcher, TracingDispatcher)
         self.dispatcher = self.app.dispatcher
         self.tasks = self.dispatcher.tasks
+        self.dispatcher.reports_numbers = False  # they are taken from the tasks
+        self.defers = False
+        self.said = b""
         self.restore()
         if self._turn.stopped:
             name = source.identity.instance_name
@@ -238,6 +253,22 @@ class Player(LocalRun):
     def give_logged(self, record: LoggedRecord) -> Turn:
         """Give the app a record as the log has it."""
         return self._turn_of(partial(self.session.give_record, record.value, record.trailer))
+
+    def give_unread(self, record: LoggedRecord) -> Turn:
+        """Give the app a record as the log has it, and leave its output in ``said``, unread, unless it has stopped."""
+        self.defers = True
+        try:
+            return self.give_logged(record)
+        finally:
+            self.defers = False
+
+    def read(self, *, origins: bool) -> None:
+        """Read the output of the last record into its turn. ``origins`` False: without what made each message."""
+        self.session.reads_origins = origins
+        said, self.said = self.said, b""
+        for event in self.session.receive(said):
+            self.take(event)
+        self.session.reads_origins = True
 
     def give_slots(self, sequence_id: int, time_ns: int, slots: Sequence[Slot], *, is_logs: bool) -> Turn:
         """Give the app a record of these messages. ``is_logs``: it replaces the log's record of that number, as the
@@ -263,6 +294,7 @@ class Player(LocalRun):
         self._turn = turn = Turn()
         action()
         self.pass_on()
+        turn.draws, self.tasks.drawn = self.tasks.drawn, []
         return turn
 
     def time_message(self, time_ns: int) -> bytes:
@@ -319,16 +351,18 @@ class Player(LocalRun):
     def listen(self) -> None:
         self.dispatcher.outbox.close_batches()
         self.app.take_output()
-        super().listen()
+        if self.defers and self.app.error is None:
+            self.said = bytes(self.app.output)
+            self.app.output.clear()
+        else:
+            super().listen()
 
     def take(self, event: Event) -> None:
         super().take(event)
         if isinstance(event, Outputs):
-            self._turn.outputs += _outputs(event)
+            self._turn.made.append(event)
         elif isinstance(event, VerdictGiven):
             self._turn.verdicts.append(event.verdict)
-        elif isinstance(event, NumbersDrawn):
-            self._turn.draws += decode_numbers(event.data).draws if event.data else ()
         elif isinstance(event, Ended) and event.failure is not None:
             place = f"record {event.failure.sequence_id}, message {event.failure.message_index}"
             self._turn.stopped = f"{place}: {event.failure.text}"

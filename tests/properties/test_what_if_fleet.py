@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
+from unittest import mock
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from immortal import Immortal, peer, rpc
 from immortal.errors import CalleeFailed
 from immortal.replay.fleet.outcome import FleetOutcome
 from immortal.replay.fleet.report import outcome_lines
+from immortal.replay.plan import ReplayError
 from immortal.testing import Environment, Instance
 
 NAMES = ("a", "b", "c", "d")
@@ -162,10 +164,13 @@ def compare(made: list[list[Op]], changed: dict[int, list[Op]], calls: list[Call
     old = [variant(program) for program in made]
     new = [variant(changed.get(index, program)) for index, program in enumerate(made)]
     then = Run(old, calls, kills)
-    same = then.env.what_if({NAMES[index]: old[index] for index in range(len(old))})
+    same = then.env.what_if(everything := {NAMES[index]: old[index] for index in range(len(old))})
     assert not same.is_different, "\n".join(outcome_lines(same))
     changes = {NAMES[index]: new[index] for index in changed}
     outcome = then.env.what_if(changes, effects=lambda call: call.arguments[0] * 3)
+    with mock.patch("immortal.replay.fleet.outcome.screen", side_effect=ReplayError("not screened")):
+        assert then.env.what_if(everything) == same
+        assert then.env.what_if(changes, effects=lambda call: call.arguments[0] * 3) == outcome
     now = Run(new, calls, {})
     shown = "\n".join(outcome_lines(outcome))
     found = said(outcome)
