@@ -30,7 +30,7 @@ SUMMARY_S = 10.0  # between two summaries
 PAGE_S = 1.0  # between two pages
 HANG_S_MIN = 2.0
 NOTE_SIZE_BYTES = 400
-SAID_LINES_MAX = 40  # of the last words of a process
+SAID_LINES_MAX = 1000  # of the last words of a process: a traceback
 
 
 class _Given(msgspec.Struct):
@@ -107,8 +107,8 @@ class _Live:
         self.report = report
         self._page = page
         self._as_json = as_json
-        self._is_new = True  # something for the page
-        self._page_s = self._summary_s = 0.0
+        self._page_s = self._summary_s = time.monotonic()
+        self._write_page()  # what it needs takes a while to load
 
     def watch(self, how: dict[str, Any], note: int, over: threading.Event) -> None:
         """Run one process of the shadows until its end. Raises FailedError if another one would be no better."""
@@ -178,8 +178,13 @@ class _Live:
                 self._tell_totals()
             elif sys.stderr.isatty():
                 echo(self.report.line, err=True)
-        if self._page is not None and (is_due or (self._is_new and now_s - self._page_s >= PAGE_S)):
-            self._page_s, self._is_new = now_s, False
+        if is_due or (self._is_new and now_s - self._page_s >= PAGE_S):
+            self._page_s = now_s
+            self._write_page()
+
+    def _write_page(self) -> None:
+        self._is_new = False
+        if self._page is not None:
             write_whole(self._page, self.report.page())
 
     def _tell_totals(self) -> None:
@@ -192,8 +197,7 @@ class _Live:
             self._tell_totals()
         else:
             echo_lines(self.report.lines())
-        if self._page is not None:
-            write_whole(self._page, self.report.page())
+        self._write_page()
         if self.report.is_different:
             return DIFFERENT
         return 0 if all(self.report.following.values()) else 1

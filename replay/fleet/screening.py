@@ -6,7 +6,7 @@ Nothing is kept of the log. Where both send the same bytes for a record, no mess
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
@@ -49,6 +49,7 @@ class Screening:
     """Run of old and new code of one service over the same records, from the checkpoint of ``route`` on.
 
     The recorded inputs go to both, also after a difference. ``messages``: given so far; ``sent``: by the old code.
+    ``begins``: called with "old" and "new" before that code handles a record.
     Raises ReplayError if a class does not take the state, or the log was handled by more than one version.
     """
 
@@ -59,6 +60,7 @@ class Screening:
         old: Definition,
         new: Definition,
         outsiders: frozenset[str] = frozenset(),
+        begins: Callable[[str], object] = lambda side: None,
     ) -> None:
         self.name = source.identity.instance_name
         if route.versions:
@@ -69,6 +71,7 @@ class Screening:
         self.old = Player(source, route, old, self._proving, outsiders=outsiders)
         self.new = Player(source, route, new, Sink(), is_new=True, outsiders=outsiders)
         self.new.session.shares_peers(self.old.session)
+        self._begins = begins
         self._due: object = None  # the due times that were reported as different
         self._verdicts: dict[int, list[Verdict]] = defaultdict(list)  # of the log, by record
         self._note(source.summary().verdicts)
@@ -96,6 +99,7 @@ class Screening:
         self.messages += count
         self._proving.record(record.sequence_id, record.value, record.trailer)
         old, new = self.old, self.new
+        self._begins("old")
         was = old.give_unread(record)
         if was.stopped:
             raise ReplayError(f"{self.name}: {old.definition.name}, the code of the log, stops at {was.stopped}")
@@ -103,6 +107,7 @@ class Screening:
             old.read(origins=False)
             return None
         new.tasks.told(was.draws)
+        self._begins("new")
         now = new.give_unread(record)
         is_same = old.said == new.said and not now.stopped
         old.read(origins=not is_same)
@@ -156,12 +161,16 @@ class Screening:
         was, now = ("none" if one is None else time_text(one) for one in due)
         return f"the next timer: was {was}; would be {now}"
 
+    def problem(self) -> str:
+        """Describe where the old code left the log; "" if nothing shows that it did."""
+        return self._proving.difference(self.name, self.old.methods)
+
     def states_differ(self) -> bool:
         """End both runs, and return True if their states at the end differ.
 
         Raises ReplayError if they can't be had, or if the old code did not do what is in the log.
         """
-        if problem := self._proving.difference(self.name, self.old.methods):
+        if problem := self.problem():
             raise ReplayError(never_was(self.name, problem))
         blobs = [player.finish(self.sequence_id) for player in (self.old, self.new)]
         if blobs[0] == blobs[1]:

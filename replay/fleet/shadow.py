@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import faulthandler
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 
 from msgspec import Struct
 
+from immortal.appsdk.errors import StateError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.running.inspection import describe_state
 from immortal.appsdk.state.tree import differences
@@ -29,16 +29,15 @@ from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.record_contents import message_at, record_of, rpc_of
 from immortal.coordinator.log.view_queries import version_starts
 from immortal.protocol import kept_code
-from immortal.protocol.verdicts import Verdict
+from immortal.protocol.errors import ImmortalError
 from immortal.replay.app_process import OwnCode, own_code_at_end
-from immortal.replay.comparison import aligned
 from immortal.replay.fleet.calls import number_of_awaited
 from immortal.replay.fleet.opening import load_definition
 from immortal.replay.fleet.outcome import SHOWN_MAX, call_text, difference_text, kind_of_call, value_text
-from immortal.replay.fleet.player import LoggedRecord, Place, Player, Turn, first_checkpoint, not_of_code
-from immortal.replay.plan import ReplayError, Route, place_of, usable_checkpoints
-from immortal.replay.result import Sink, format_failure, group_outcomes
-from immortal.replay.verify import ProvingSink
+from immortal.replay.fleet.player import LoggedRecord, Place, Player, first_checkpoint
+from immortal.replay.fleet.screening import RecordDifference, Screening
+from immortal.replay.plan import ReplayError, place_of, usable_checkpoints
+from immortal.replay.result import format_failure
 
 NOW_NS = 1 << 63  # later than each checkpoint
 POLL_S = 0.05  # between two looks at the logs
@@ -95,62 +94,6 @@ class Mark(Struct):
     behind: int = -1
 
 
-class LockStep:
-    """Two runs of one service, record by record: by the code that made the log, and by ``new``.
-
-    Raises ReplayError if a class does not take the state.
-    """
-
-    def __init__(self, reader: LogReader, route: Route, old: Definition, new: Definition) -> None:
-        summary = reader.summary()
-        self._name = reader.identity.instance_name
-        self._proving = ProvingSink(reader, route)
-        self.old = Player(reader, route, old, self._proving)
-        self.new = Player(reader, route, new, Sink(), is_new=True)
-        self.reached = route.checkpoint.sequence_id
-        self.methods: Methods = {**self.old.methods, **self.new.methods}
-        self.version_count = len(summary.versions)
-        self.verdicts: dict[int, list[Verdict]] = defaultdict(list)  # that the old code was told, by record
-        for verdict in summary.verdicts:
-            self.verdicts[verdict.sequence_id].append(verdict)
-        self._effects = [set(one.waiting_effects()) for one in (self.old, self.new)]
-
-    def give(self, record: LoggedRecord, note: Callable[[str], object]) -> tuple[Turn, Turn]:
-        """Let both handle a record; call ``note`` with "old" and "new" before."""
-        self._proving.record(record.sequence_id, record.value, record.trailer)
-        note("old")
-        then = self.old.give_logged(record)
-        self.new.tasks.told(then.draws)
-        note("new")
-        now = self.new.give_logged(record)
-        self.reached = record.sequence_id
-        return then, now
-
-    def problem(self) -> str:
-        """Describe where the old code left the log; "" if nothing shows that it did."""
-        return self._proving.difference(self._name, self.old.methods)
-
-    def effects(self) -> list[dict[int, tuple[str, str]]]:
-        """Return name and description, by number, of the effects that each side has asked for since the last call."""
-        found = []
-        for side, player in enumerate((self.old, self.new)):
-            waiting = player.waiting_effects()
-            new = {key: one for key, one in waiting.items() if key not in self._effects[side]}
-            found.append({key: (one.function.name, one.function.describe(one.encoded)) for key, one in new.items()})
-            self._effects[side] = set(waiting)
-        return found
-
-    def state_differences(self) -> list[tuple[str, str]]:
-        """Return path and description of the first parts of the state that differ. Raises StateError."""
-        old, new = (describe_state(one.definition, one.instance, one.tasks.save()) for one in (self.old, self.new))
-        found = [one.to_json() for one in islice(differences(old, new), SHOWN_MAX)]
-        return [(one["path"], f"was {value_text(one, 'old')}; would be {value_text(one, 'new')}") for one in found]
-
-    def close(self) -> None:
-        self.old.close()
-        self.new.close()
-
-
 class Shadow:
     """Shadow of one service. ``begin_ns``: begin at the newest checkpoint up to then. ``emit`` gets what it finds.
 
@@ -176,11 +119,13 @@ class Shadow:
         self._begin_ns = begin_ns
         self._emit = emit
         self._note = note
-        self._steps: LockStep | None = None
+        self._steps: Screening | None = None
         self._digest = ""  # of the kept code that runs
+        self._versions = 0
+        self._other = ""  # what was told last
         self._retry_s = 0.0
         self._said = ""
-        self._messages = self._same = self._found = 0
+        self._messages = self._same = 0
         self._lag_s = 0.0
         self._states_due_s = 0.0
         self._states_at = -1
@@ -202,11 +147,12 @@ class Shadow:
         if kept is not None and self._digest not in ("", digest):  # a module that is loaded stays as it was
             own = OwnCode(kept.app, kept.archive(self._folder))
         old = load_definition(own.app, own.archive)
-        steps = LockStep(self._reader, route, old, self._new)
+        steps = Screening(self._reader, route, old, self._new, begins=lambda side: self._note(steps.sequence_id, side))
+        self._versions, self._other = len(summary.versions), ""
         text = f"from checkpoint {route.checkpoint.checkpoint_id} ({place_of(route.checkpoint)}) on"
-        if -1 < mark.reported < steps.reached:
-            text += f"; records {mark.reported + 1} to {steps.reached} are not compared"
-        self._mark = Mark(max(mark.reported, steps.reached), -1)
+        if -1 < mark.reported < steps.sequence_id:
+            text += f"; records {mark.reported + 1} to {steps.sequence_id} are not compared"
+        self._mark = Mark(max(mark.reported, steps.sequence_id), -1)
         self._steps, self._digest, self._begin_ns, self._said = steps, digest, None, ""
         self._emit(Note(self.name, text, follows=True))
 
@@ -218,23 +164,25 @@ class Shadow:
                     self.begin()
                 return self._steps is not None
             return self._follow(self._steps)
-        except (ReplayError, LogError) as error:
-            self._end(str(error), self._mark.behind)
+        except ImmortalError as error:
+            self._end(str(error), self._mark.behind if self._steps is None else self._steps.sequence_id)
             return False
 
-    def _follow(self, steps: LockStep) -> bool:
+    def _follow(self, steps: Screening) -> bool:
         last = self._reader.last_sequence_id()
-        if last < steps.reached:
-            raise LogError(f"the log ends with record {last}: it was cut, or is another one")
-        if last == steps.reached:
+        if last < steps.sequence_id:
+            self._mark.reported = last
+            self._end(f"the log ends with record {last} now: it was cut, or is another one", -1)
+            return False
+        if last == steps.sequence_id:
             self.compare_states()
             return False
-        values = list(islice(self._reader.values(steps.reached + 1, last), ROUND_RECORDS_MAX))
+        values = list(islice(self._reader.values(steps.sequence_id + 1, last), ROUND_RECORDS_MAX))
         self._reader.release()
         with self._reader.view() as view:  # later than the records: it has each version that handled one of them
             versions = version_starts(view)
         kept = kept_code.code_at(self._folder, last)
-        if len(versions) != steps.version_count:
+        if len(versions) != self._versions:
             self._end(f"version {versions[-1].version} has taken over", versions[-1].sequence_id)
         elif kept is not None and kept.digest != self._digest:
             self._end(f"other code handles the log from record {kept.first} on", kept.first - 1)
@@ -242,25 +190,26 @@ class Shadow:
             if self._steps is None:
                 break
             self._give(steps, LoggedRecord.of(value))
-        return last > steps.reached
+        return last > steps.sequence_id
 
-    def _give(self, steps: LockStep, record: LoggedRecord) -> None:
-        at = record.sequence_id
-        then, now = steps.give(record, lambda side: self._note(at, side))
-        self._lag_s = max(0.0, time.time() - record.time_ns / 1e9)
-        if problem := steps.problem():
-            self._end(f"there is nothing to compare with: {problem}", at)
+    def _give(self, steps: Screening, record: LoggedRecord) -> None:
+        at, sent = record.sequence_id, steps.sent
+        try:
+            found = steps.give(record)
+            if problem := steps.problem():
+                raise ReplayError(f"there is nothing to compare with: {problem}")
+        except ReplayError as error:
+            self._end(str(error), at)
             return
+        self._lag_s = max(0.0, time.time() - record.time_ns / 1e9)
         if at > self._mark.reported:
-            before = self._found
-            self._compare(steps, record, then, now)
+            self._messages += sum(batch.count for batch in record.trailer.batches)
+            self._same += steps.sent - sent
             self._mark.reported = at
-            if self._found != before:
-                self.tell_progress()  # so that a process after this one does not find them again
-        if now.stopped and not then.stopped:
-            self._tell(record, "stops", self.name, "", None, f"would stop its app: {now.stopped}")
-        if stopped := then.stopped or now.stopped:
-            self._end(f"the {'old' if then.stopped else 'new'} code stops at {stopped}", at)
+            if found is not None:
+                self._report(steps, record, found)
+        if steps.new.ended is not None:
+            self._end(f"the new code stops at record {at}", at)
         elif steps.new.tasks.count > steps.old.tasks.count + WAITING_MAX:
             self._end(f"over {WAITING_MAX:,} handlers of the new code wait for answers that the log does not have", at)
 
@@ -282,47 +231,30 @@ class Shadow:
             self._told = now
             self._emit(now)
 
-    def _compare(self, steps: LockStep, record: LoggedRecord, then: Turn, now: Turn) -> None:
-        self._messages += sum(batch.count for batch in record.trailer.batches)
-        was, is_now = _by_place(then), _by_place(now)
-        for destination, place in {**was, **is_now}:
-            before, after = was.get((destination, place), []), is_now.get((destination, place), [])
-            if before == after:
-                self._same += len(before)
-                continue
-            for kind, old, new in aligned(before, after, whole=True):
-                if kind is None:
-                    self._same += 1
-                else:
-                    self._call(steps, record, kind.value, destination, place, old, new)
-        self._outcomes(record, [*steps.verdicts.pop(record.sequence_id, ()), *then.verdicts], now.verdicts)
-        old_effects, new_effects = steps.effects()
-        for number, (name, text) in {**old_effects, **new_effects}.items():
-            if number not in new_effects:
-                self._tell(record, "missing", "effects", name, None, f"the effect {text}: would not be")
-            elif number not in old_effects:
-                self._tell(record, "added", "effects", name, None, f"would be the effect {text}, which has no result")
+    def _report(self, steps: Screening, record: LoggedRecord, found: RecordDifference) -> None:
+        methods: Methods = {**steps.old.methods, **steps.new.methods}
+        for one in found.calls:
+            self._same -= one.old is not None
+            player = steps.old if one.new is None else steps.new
+            made, began = self._message(record, one.place, methods), _began(player, one.message)
+            if began is not None and began != one.place:
+                made = f"{made}, in {self._message(record, began, methods)}"
+            was, now = (
+                None if each is None else call_text(each, one.destination, methods) for each in (one.old, one.new)
+            )
+            to, handler = kind_of_call(self.name, one.destination, one.message, methods)
+            text = f"{made} -> {to}: {difference_text(one.kind, was, now)}"
+            self._tell(record, one.kind, to, handler, one.place[1], text)
+        for group in found.fates:
+            fate, verdict = group.fate.would_be, group.first
+            text = f"{group.method or 'a message'} {fate}: {format_failure(verdict)}"
+            self._tell(record, fate, self.name, group.method, verdict.message_index, text)
+        if found.other and found.other != self._other:
+            self._other = found.other  # what waits is told at each record
+            self._tell(record, "other", self.name, "", None, found.other)
+        self.tell_progress()  # so that a process after this one does not find them again
 
-    def _call(
-        self,
-        steps: LockStep,
-        record: LoggedRecord,
-        kind: str,
-        destination: str,
-        place: Place,
-        old: bytes | None,
-        new: bytes | None,
-    ) -> None:
-        player, message = (steps.old, old or b"") if new is None else (steps.new, new)
-        made = self._message(steps, record, place)
-        began = _began(player, message)
-        if began is not None and began != place:
-            made = f"{made}, in {self._message(steps, record, began)}"
-        was, is_now = (None if one is None else call_text(one, destination, steps.methods) for one in (old, new))
-        to, handler = kind_of_call(self.name, destination, message, steps.methods)
-        self._tell(record, kind, to, handler, place[1], f"{made} -> {to}: {difference_text(kind, was, is_now)}")
-
-    def _message(self, steps: LockStep, record: LoggedRecord, place: Place) -> str:
+    def _message(self, record: LoggedRecord, place: Place, methods: Methods) -> str:
         """Describe a message that came to the service, in this record or an earlier one."""
         value: bytes | None = record.value
         if place[0] != record.sequence_id:
@@ -330,43 +262,32 @@ class Shadow:
             with suppress(LogError):  # trimmed
                 value = next(self._reader.values(place[0], place[0]), None)
         message = None if value is None else message_at(record_of(value).content, place[1])
-        return "a message of a trimmed record" if message is None else call_text(message, "", steps.methods)
-
-    def _outcomes(self, record: LoggedRecord, then: Iterable[Verdict], now: Iterable[Verdict]) -> None:
-        """Compare which messages failed, and how."""
-        was, is_now = (
-            {("task", one.task) if one.task else one.key: one for one in verdicts if not not_of_code(one)}
-            for verdicts in (then, now)
-        )
-        for group in group_outcomes((was.get(key), is_now.get(key)) for key in {**was, **is_now}):
-            text = f"{group.method or 'a message'} {group.fate.would_be}: {format_failure(group.first)}"
-            self._tell(record, group.fate.would_be, self.name, group.method, group.first.message_index, text)
+        return "a message of a trimmed record" if message is None else call_text(message, "", methods)
 
     def compare_states(self, *, at_once: bool = False) -> None:
         """Compare the states, but not so often that it takes much of the time; report each part once."""
         begun_s = time.monotonic()
         steps = self._steps
-        if steps is None or self._states_at == steps.reached or (begun_s < self._states_due_s and not at_once):
+        if steps is None or self._states_at == steps.sequence_id or (begun_s < self._states_due_s and not at_once):
             return
-        self._states_at = steps.reached
-        for path, text in steps.state_differences():
-            if path not in self._paths and len(self._paths) < PATHS_MAX:
-                self._paths.add(path)
-                where = self.name, "state", self.name, "", steps.reached, None
-                self._emit(Found(*where, time.time_ns(), self._lag_s, f"the state: {path}: {text}"))
+        self._states_at = steps.sequence_id
+        sides = (steps.old, steps.new)
+        try:
+            old, new = (describe_state(one.definition, one.instance, one.tasks.save()) for one in sides)
+        except StateError:  # it is too deep: its calls are compared
+            return
+        for one in islice(differences(old, new), SHOWN_MAX):
+            if one.path not in self._paths and len(self._paths) < PATHS_MAX:
+                self._paths.add(one.path)
+                values = one.to_json()
+                text = f"the state: {one.path}: was {value_text(values, 'old')}; would be {value_text(values, 'new')}"
+                where = self.name, "state", self.name, "", steps.sequence_id, None
+                self._emit(Found(*where, time.time_ns(), self._lag_s, text))
         self._states_due_s = begun_s + STATES_SHARE * (time.monotonic() - begun_s)
 
     def _tell(self, record: LoggedRecord, kind: str, to: str, handler: str, message: int | None, text: str) -> None:
-        self._found += 1
         where = self.name, kind, to, handler, record.sequence_id, message, record.time_ns
         self._emit(Found(*where, self._lag_s, text))
-
-
-def _by_place(turn: Turn) -> dict[tuple[str, Place], list[bytes]]:
-    made: dict[tuple[str, Place], list[bytes]] = defaultdict(list)
-    for output in turn.outputs:
-        made[output.destination, output.place].append(output.message)
-    return made
 
 
 def _began(player: Player, message: bytes) -> Place | None:
@@ -409,8 +330,9 @@ def follow(
 ) -> None:
     """Follow the logs of ``changes`` (the class to try, by service) until ``is_over``.
 
-    ``marks``: where an earlier process ended. ``note``: gets "service record side" before code runs. A process
-    whose code goes on for twice ``limit_s`` is ended. Raises ReplayError if a shadow can't begin, LogError.
+    ``marks``: where an earlier process ended. ``note``: gets "service record side" before that code handles a record,
+    "" for none. The process is ended if code goes on for twice ``limit_s``. Raises ReplayError if a shadow can't begin,
+    LogError.
     """
     registry, watchdog = Registry(home), _Watchdog(limit_s)
     with ExitStack() as stack:
@@ -435,6 +357,7 @@ def follow(
         while not is_over():
             any_more = False
             for shadow in shadows:
+                note("")
                 any_more |= shadow.round()
                 watchdog.rest()
             if (now_s := time.monotonic()) - progress_s >= PROGRESS_S:
