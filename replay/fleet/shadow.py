@@ -19,7 +19,6 @@ from immortal.appsdk.errors import StateError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.running.inspection import describe_state
 from immortal.appsdk.state.tree import differences
-from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.instances import own_logs
@@ -102,7 +101,7 @@ class Shadow:
 
     def __init__(
         self,
-        settings: InstanceSettings,
+        registry: Registry,
         reader: LogReader,
         new: Definition,
         mark: Mark,
@@ -110,9 +109,9 @@ class Shadow:
         emit: Callable[[Event], object],
         note: Callable[[int, str], object],
     ) -> None:
-        self.name = settings.name
-        self._settings = settings
-        self._folder = settings.folder / kept_code.FOLDER_NAME
+        self.name = reader.identity.instance_name
+        self._registry = registry
+        self._folder = registry.load(self.name).folder / kept_code.FOLDER_NAME
         self._reader = reader
         self._new = new
         self._mark = mark
@@ -141,7 +140,7 @@ class Shadow:
         if mark.behind >= 0 and not any(one.sequence_id >= mark.behind for one in usable_checkpoints(summary)):
             return
         route = first_checkpoint(self._reader, self._begin_ns or NOW_NS, mark.behind)
-        own = own_code_at_end(self._settings, summary, route)
+        own = own_code_at_end(self._registry.load(self.name), summary, route)
         kept = kept_code.code_at(self._folder, summary.last_sequence_id)
         digest = "" if kept is None else kept.digest
         if kept is not None and self._digest not in ("", digest):  # a module that is loaded stays as it was
@@ -249,7 +248,10 @@ class Shadow:
             fate, verdict = group.fate.would_be, group.first
             text = f"{group.method or 'a message'} {fate}: {format_failure(verdict)}"
             self._tell(record, fate, self.name, group.method, verdict.message_index, text)
-        if found.other and found.other != self._other:
+        if steps.new.ended is not None:
+            text = f"would stop its app at {found.other.splitlines()[0]}"
+            self._tell(record, "stops", self.name, "", None, text)
+        elif found.other and found.other != self._other:
             self._other = found.other  # what waits is told at each record
             self._tell(record, "other", self.name, "", None, found.other)
         self.tell_progress()  # so that a process after this one does not find them again
@@ -349,7 +351,7 @@ def follow(
 
             mark = marks.get(name)
             definition = load_definition(app, code)
-            shadow = Shadow(settings, reader, definition, mark or Mark(), begin_ns, emit, noted)
+            shadow = Shadow(registry, reader, definition, mark or Mark(), begin_ns, emit, noted)
             if mark is None:
                 shadow.begin()
             shadows.append(shadow)
