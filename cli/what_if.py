@@ -292,6 +292,9 @@ def _time_ns(option: str, moment: int | Time | None) -> int | None:
     metavar="DURATION",
     help="With --live: end after so long, such as 1h.",
 )
+@click.option(
+    "--consequences", is_flag=True, help="With --live: run the whole fleet from time to time, for what follows in it."
+)
 @click.option("--shadow", hidden=True, help="What a process of --live is given.")
 @trust_pickle_option
 @json_option
@@ -314,6 +317,7 @@ def _fleet(
     tables: Path | None,
     live: bool,
     duration_ns: int | None,
+    consequences: bool,
     shadow: str | None,
     trust_pickle: bool,
     as_json: bool,
@@ -326,13 +330,15 @@ def _fleet(
 
     With --live the changed code shadows the running services until Ctrl-C: it gets each input as it is logged.
     """
-    if duration_ns is not None and not live:
-        raise click.UsageError("--for is for --live")
+    if not live and (consequences or duration_ns is not None):
+        raise click.UsageError("--for and --consequences are for --live")
     if live:
-        not_live = {"--to": end, "--bisect": git_range, "--parquet": tables, "--check": check, "--answer": answer}
-        given = [option for option, value in not_live.items() if value is not None]
-        if given or effects != "fail" or seeds > 1:
-            raise click.UsageError(f"{', '.join(given) or '--effects and --seeds'}: not with --live")
+        not_live = {"--to": end, "--bisect": git_range, "--parquet": tables}
+        of_fleet = {"--check": check, "--answer": answer, "--effects": effects != "fail", "--seeds": seeds > 1}
+        given = [option for option, value in {**not_live, **({} if consequences else of_fleet)}.items() if value]
+        if given or effects == "ask":
+            which = " or with --consequences alone" if of_fleet.keys() & given else ""
+            raise click.UsageError(f"{', '.join(given) or '--effects ask'}: not with --live{which}")
     if git_range is not None:
         if page is not None or tables is not None or effects == "ask":
             raise click.UsageError("--bisect tries many commits: --html, --parquet and --effects ask are for one")
@@ -354,9 +360,11 @@ def _fleet(
         from immortal.cli.what_if_live import run_live, run_shadows
 
         if shadow is None:
-            arguments = ctx.meta["arguments"]
+            own = ctx.meta["arguments"]
+            whole = [*_without(own, ("--for", "--html", "--from"), ("--live", "--consequences", "--json")), "--json"]
+            follow_on = (lambda more: _child(ctx, [*whole, *more])) if consequences else None
             how = dict(changes), duration_ns, page
-            sys.exit(run_live(lambda more: _child(ctx, [*arguments, *more]), *how, as_json=as_json))
+            sys.exit(run_live(lambda more: _child(ctx, [*own, *more]), *how, consequences=follow_on, as_json=as_json))
         sys.exit(run_shadows(registry.home, dict(changes), shadow, code, begin_ns, handler_limit, trust_pickle))
     if os.environ.get(_HASH_SEED) != "0":  # sets need the apps' order; and an end of the process is reported
         sys.exit(_in_child(ctx, asks=effects == "ask"))

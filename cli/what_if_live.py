@@ -7,10 +7,12 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,11 +23,14 @@ from immortal.presenters.what_if_live import LiveReport
 from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines
 from immortal.protocol.decoding import decode_json
 from immortal.protocol.files import write_whole
+from immortal.replay.fleet.outcome import FleetOutcome
 from immortal.replay.fleet.shadow import Event, Found, Mark, Note, Progress, follow
 
 NICENESS = 10  # the services come first
 TICK_S = 0.1
 STOP_S = 5.0
+FLEET_RUN_S = 30.0  # between two runs of the fleet, at least
+FLEET_RUN_SHARE = 9  # ... and so many times as long as the last one took
 SUMMARY_S = 10.0  # between two summaries
 PAGE_S = 1.0  # between two pages
 HANG_S_MIN = 2.0
@@ -74,17 +79,22 @@ def run_shadows(
     return 0
 
 
+Start = Callable[[list[str]], dict[str, Any]]
+"""Function that returns how subprocess starts the command with further arguments."""
+
+
 def run_live(
-    start: Callable[[list[str]], dict[str, Any]],
+    start: Start,
     changes: Mapping[str, str],
     duration_ns: int | None,
     page: Path | None,
     *,
+    consequences: Start | None,
     as_json: bool,
 ) -> int:
     """Report what the shadows find until Ctrl-C, SIGTERM or the end of the duration; return the exit status.
 
-    ``start``: returns how subprocess starts the process of the shadows with further arguments.
+    ``start``: starts the process of the shadows. ``consequences``: starts one for what follows in the fleet.
     """
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -93,7 +103,8 @@ def run_live(
         timer = threading.Timer(duration_ns / 1e9, over.set)
         timer.daemon = True
         timer.start()
-    live = _Live(LiveReport(changes), page, as_json=as_json)
+    runs = None if consequences is None else _FleetRuns(consequences)
+    live = _Live(LiveReport(changes), page, runs, as_json=as_json)
     note = os.memfd_create("immortal-shadow")
     while not over.is_set():
         os.truncate(note, 0)
@@ -103,9 +114,10 @@ def run_live(
 
 
 class _Live:
-    def __init__(self, report: LiveReport, page: Path | None, *, as_json: bool) -> None:
+    def __init__(self, report: LiveReport, page: Path | None, runs: _FleetRuns | None, *, as_json: bool) -> None:
         self.report = report
         self._page = page
+        self._runs = runs
         self._as_json = as_json
         self._page_s = self._summary_s = time.monotonic()
         self._write_page()  # what it needs takes a while to load
@@ -126,7 +138,7 @@ class _Live:
                 reader.start()
             asked_s = 0.0
             while (line := self._next(lines)) is not None:
-                if line:
+                if line.endswith(b"\n"):  # else its process died
                     self._show(decode_json(line, type=Event))
                 self._tell()
                 if over.is_set() and not asked_s:
@@ -162,14 +174,27 @@ class _Live:
 
     def _show(self, event: Event) -> None:
         text = self.report.take(event)
-        self._is_new |= isinstance(event, Found)
+        if isinstance(event, Found):
+            self._is_new = True
+            if self._runs is not None:
+                self._runs.want(event.time_ns)
         if self._as_json and not isinstance(event, Progress):
             echo_json(msgspec.to_builtins(event))
         elif text:
             echo(text)
 
+    def _show_outcome(self, outcome: FleetOutcome | str) -> None:
+        self.report.take_outcome(outcome)
+        if self._as_json:
+            echo_json({"type": "consequences", "outcome": msgspec.to_builtins(outcome)})
+        else:
+            echo_lines(self.report.outcome_lines())
+
     def _tell(self) -> None:
         """Write the page and a summary from time to time."""
+        if self._runs is not None and (outcome := self._runs.poll()) is not None:
+            self._is_new = True
+            self._show_outcome(outcome)
         now_s = time.monotonic()
         is_due = now_s - self._summary_s >= SUMMARY_S
         if is_due:
@@ -193,6 +218,8 @@ class _Live:
 
     def end(self) -> int:
         """Print all counts; return the exit status."""
+        if self._runs is not None:
+            self._runs.close()
         if self._as_json:
             self._tell_totals()
         else:
@@ -201,6 +228,55 @@ class _Live:
         if self.report.is_different:
             return DIFFERENT
         return 0 if all(self.report.following.values()) else 1
+
+
+class _FleetRuns:
+    """Runs of a fleet's what-if, one after the other, from before the first difference up to the present."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._process: subprocess.Popen[Any] | None = None
+        self._files: list[IO[bytes]] = []  # its output and its errors
+        self._first_ns: int | None = None
+        self._is_wanted = False
+        self._begun_s = self._due_s = 0.0
+
+    def want(self, time_ns: int) -> None:
+        """Ask for a run, with a difference of that time in it."""
+        self._is_wanted = True
+        self._first_ns = min(time_ns, self._first_ns or time_ns)
+
+    def poll(self) -> FleetOutcome | str | None:
+        """Begin a run if one is due; return the outcome of one that has ended, or why there is none."""
+        now_s = time.monotonic()
+        if self._process is None:
+            if self._is_wanted and self._first_ns is not None and now_s >= self._due_s:
+                self._is_wanted, self._begun_s = False, now_s
+                begin = datetime.fromtimestamp(self._first_ns / 1e9, UTC).isoformat()
+                self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
+                how = self._start(["--from", begin])
+                self._process = process = subprocess.Popen(**how, stdout=self._files[0], stderr=self._files[1])
+                os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+            return None
+        if (status := self._process.poll()) is None:
+            return None
+        self._due_s = now_s + max(FLEET_RUN_S, FLEET_RUN_SHARE * (now_s - self._begun_s))
+        for file in self._files:
+            file.seek(0)
+        output, said = (file.read() for file in self._files)
+        self.close()
+        if status in (0, DIFFERENT):
+            return decode_json(output, type=FleetOutcome)
+        lines = said.decode("utf-8", "replace").splitlines() or [f"status {status}"]
+        return lines[-1].removeprefix("error: ")
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        for file in self._files:
+            file.close()
 
 
 def _read(file: IO[bytes], put: Callable[[bytes | None], object]) -> None:

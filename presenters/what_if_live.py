@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 
@@ -9,6 +10,8 @@ from msgspec.structs import replace
 
 from immortal.coordinator.core.formatting import time_text
 from immortal.protocol.command_line import counted, table_lines
+from immortal.replay.fleet.outcome import FleetOutcome
+from immortal.replay.fleet.report import outcome_lines, service_rows
 from immortal.replay.fleet.shadow import Event, Found, Mark, Note, Progress
 
 LINES_MAX = 10  # of one handler and kind; then they are counted
@@ -29,6 +32,8 @@ class LiveReport:
         self._counts: Counter[tuple[str, str, str, str]] = Counter()
         self._last: deque[Found] = deque(maxlen=KEPT_MAX)
         self._notes: deque[str] = deque(maxlen=KEPT_MAX)
+        self._outcome: FleetOutcome | str | None = None
+        self._outcome_ns = 0
 
     def take(self, event: Event) -> str:
         """Take an event; return the line that it is shown by, "" for none."""
@@ -56,6 +61,18 @@ class LiveReport:
         """Note that another process goes on, with the service ``name`` at a checkpoint after the record ``behind``."""
         self._before = dict(self._now)
         self.marks.setdefault(name, Mark()).behind = behind
+
+    def take_outcome(self, outcome: FleetOutcome | str) -> None:
+        """Take what the fleet would have done up to now, or why that is not known."""
+        self._outcome, self._outcome_ns = outcome, time.time_ns()
+
+    def outcome_lines(self) -> Iterator[str]:
+        yield ""
+        if isinstance(self._outcome, FleetOutcome):
+            yield f"what follows in the fleet, as of {time_text(self._outcome_ns)}:"
+            yield from outcome_lines(self._outcome)
+        else:
+            yield f"note: what follows in the fleet is not known: {self._outcome}"
 
     @property
     def totals(self) -> list[Progress]:
@@ -90,7 +107,7 @@ class LiveReport:
         """Return the page as HTML, which a browser loads again by itself."""
         from immortal.pipeline.report.pages import Part, page
 
-        title = ", ".join(f"{name} = {app}" for name, app in self._changes.items())
+        tried = ", ".join(f"{name} = {app}" for name, app in self._changes.items())
         last = [(time_text(one.time_ns), _place(one), one.text, f"{one.lag_s:.1f}") for one in reversed(self._last)]
         parts = [
             Part("Services", "", *self._services()),
@@ -98,9 +115,15 @@ class LiveReport:
             Part("The last differences", "", ("time", "message", "difference", "seconds later"), last),
             Part("Notes", lines=list(self._notes)),
         ]
-        shown = [part for part in parts if part.rows or part.lines]
-        texts = ("service", "to", "call", "kind", "time", "message", "difference")
-        return page(f"What if {title}, live?", self.line, shown, texts, refresh_s=REFRESH_S)
+        if isinstance(outcome := self._outcome, FleetOutcome):
+            title = f"What follows in the fleet, as of {time_text(self._outcome_ns)}"
+            parts[1:1] = [
+                Part(title, "", *service_rows(outcome)),
+                Part("What follows from what", tree=outcome.consequences),
+            ]
+        shown = [part for part in parts if part.rows or part.lines or part.tree]
+        texts = ("service", "state", "to", "call", "kind", "time", "message", "difference")
+        return page(f"What if {tried}, live?", self.line, shown, texts, refresh_s=REFRESH_S)
 
     def _services(self) -> tuple[list[str], list[list[str]]]:
         rows = []

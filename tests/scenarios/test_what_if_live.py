@@ -110,26 +110,30 @@ def totals(run: Run) -> dict[str, Any]:
     return dict([row for row in rows if row["type"] == "progress"][-1])
 
 
+TWICE = '"text": "Shop.order(\'twice\', 5)'
 WOULD_BE = "was Till.sell(5); would be Till.sell(10)"
 
 
 def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> None:
     with ExitStack() as stack:
         shop = stack.enter_context(running(folder, "shop", until="ready"))
-        shadow = stack.enter_context(live(folder, "--html", "page.html", "--handler-limit", "0.2"))
+        shadow = stack.enter_context(live(folder, "--html", "page.html", "--consequences", "--handler-limit", "0.2"))
         order(folder, "tea", "twice", "twice")
-        told = [found(shadow, WOULD_BE, count) for count in (1, 2)]
+        told = [found(shadow, TWICE, count) for count in (1, 2)]
         assert {(one["service"], one["to"], one["handler"], one["kind"]) for one in told} == {
             ("shop", "till", "Till.sell", "changed")
         }
-        assert told[0]["text"].startswith("Shop.order('twice', 5)")
+        assert all(WOULD_BE in one["text"] for one in told)
         assert min(one["lag_s"] for one in told) < 2
         wait_until(lambda: WOULD_BE in (folder / "page.html").read_text())
+        outcome = json.loads(shadow.line('"consequences"'))["outcome"]
+        assert outcome["services"][0]["name"] == "shop"
+        assert outcome["is_different"]
 
         shop.kill()
         shop = stack.enter_context(running(folder, "shop", until="ready"))
         order(folder, "twice")
-        found(shadow, WOULD_BE, 3)
+        found(shadow, TWICE, 3)
 
         for times, (item, text) in enumerate((("hang", "does not end"), ("end", "ends its process (status 7)")), 2):
             order(folder, item)
@@ -137,12 +141,12 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
             immortal(folder, "checkpoint", "shop")
             shadow.line(FOLLOWS, times)
             order(folder, "twice")
-            found(shadow, WOULD_BE, times + 2)
+            found(shadow, TWICE, times + 2)
 
         order(folder, "leave")
         assert "PermissionError: a what-if lets nothing out" in found(shadow, "would fail")["text"]
         assert not (folder / "left").exists()
-        assert shadow.count(WOULD_BE) == 5
+        assert shadow.count(TWICE) == 5
         shadow.process.send_signal(signal.SIGINT)
         assert shadow.ended() == 3
         counts = totals(shadow)  # of all but the two records that ended the process, with the initial message
@@ -155,10 +159,11 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--for", "1h"), "--for is for --live"),
+        (("--for", "1h"), "--for and --consequences are for --live"),
         (("--live", "--for", "soon"), "a duration was expected"),
         (("--live", "--to", "2026-01-01"), "--to: not with --live"),
-        (("--live", "--seeds", "2"), "--effects and --seeds: not with --live"),
+        (("--live", "--consequences", "--effects", "ask"), "--effects ask: not with --live"),
+        (("--live", "--seeds", "2"), "--seeds: not with --live or with --consequences alone"),
     ],
 )
 def test_options_that_do_not_fit(options: tuple[str, ...], said: str) -> None:
