@@ -26,7 +26,7 @@ from immortal.protocol.files import write_whole
 from immortal.replay.fleet.outcome import FleetOutcome
 from immortal.replay.fleet.shadow import Event, Found, Mark, Note, Progress, follow
 
-NICENESS = 10  # the services come first
+NICENESS = 5  # the services come first
 TICK_S = 0.1
 STOP_S = 5.0
 FLEET_RUN_S = 30.0  # between two runs of the fleet, at least

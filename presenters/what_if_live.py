@@ -30,6 +30,7 @@ class LiveReport:
         self._before = {name: Progress(name, -1, 0, 0, 0.0) for name in changes}  # of processes that have ended
         self._now = dict(self._before)
         self._counts: Counter[tuple[str, str, str, str]] = Counter()
+        self._lines: Counter[tuple[str, str, str, str]] = Counter()
         self._last: deque[Found] = deque(maxlen=KEPT_MAX)
         self._notes: deque[str] = deque(maxlen=KEPT_MAX)
         self._outcome: FleetOutcome | str | None = None
@@ -50,12 +51,13 @@ class LiveReport:
             self._notes.append(f"{event.service}: {event.text}")
             return f"note: {self._notes[-1]}"
         key = event.service, event.to, event.handler, event.kind
-        self._counts[key] += 1
+        self._counts[key] += event.count
+        self._lines[key] += 1
         self._last.append(event)
-        more = "; the next ones like this are only counted" if self._counts[key] == LINES_MAX else ""
-        return (
-            f"{_place(event)}: {event.text} ({event.lag_s:.1f} s later){more}" if self._counts[key] <= LINES_MAX else ""
-        )
+        if self._lines[key] > LINES_MAX:
+            return ""
+        more = "; the next ones like this are only counted" if self._lines[key] == LINES_MAX else ""
+        return f"{_place(event)}: {event.text} ({event.lag_s:.1f} s later){more}"
 
     def restarts(self, name: str, behind: int) -> None:
         """Note that another process goes on, with the service ``name`` at a checkpoint after the record ``behind``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from itertools import islice
@@ -31,6 +32,7 @@ from immortal.protocol import kept_code
 from immortal.protocol.errors import ImmortalError
 from immortal.replay.app_process import OwnCode, own_code_at_end
 from immortal.replay.fleet.calls import number_of_awaited
+from immortal.replay.fleet.model import Difference
 from immortal.replay.fleet.opening import load_definition
 from immortal.replay.fleet.outcome import SHOWN_MAX, call_text, difference_text, kind_of_call, value_text
 from immortal.replay.fleet.player import LoggedRecord, Place, Player, first_checkpoint
@@ -44,6 +46,7 @@ PROGRESS_S = 0.25
 RETRY_S = 0.5  # between two attempts to begin
 ROUND_RECORDS_MAX = 256  # of a service, before the next one has its turn
 STATES_SHARE = 20  # comparing states takes at most this part of the time
+TEXTS_MAX = 20  # of one kind and handler; then one for each record
 PATHS_MAX = 1_000  # parts of a state that are reported
 WAITING_MAX = 10_000  # handlers of the changed code that wait for answers that no log has
 
@@ -51,7 +54,8 @@ WAITING_MAX = 10_000  # handlers of the changed code that wait for answers that 
 class Found(Struct, frozen=True, tag="difference"):
     """Difference between the two codes. ``kind``: "changed", "added" or "missing" of a call, "state", or a fate.
 
-    ``message`` None: it is of the whole record. ``lag_s``: from the record's time to the comparison.
+    ``message`` None: it is of the whole record. ``lag_s``: from the record's time to the comparison. ``count``: this
+    one, and others of its kind in that record.
     """
 
     service: str
@@ -63,6 +67,7 @@ class Found(Struct, frozen=True, tag="difference"):
     time_ns: int
     lag_s: float
     text: str
+    count: int = 1
 
 
 class Progress(Struct, frozen=True, tag="progress"):
@@ -128,6 +133,7 @@ class Shadow:
         self._lag_s = 0.0
         self._states_due_s = 0.0
         self._states_at = -1
+        self._shown: Counter[tuple[str, str, str]] = Counter()
         self._paths: set[str] = set()  # parts of the state that were reported
         self._told: Progress | None = None
 
@@ -232,18 +238,16 @@ class Shadow:
 
     def _report(self, steps: Screening, record: LoggedRecord, found: RecordDifference) -> None:
         methods: Methods = {**steps.old.methods, **steps.new.methods}
+        alike: dict[tuple[str, str, str], list[Difference]] = defaultdict(list)
         for one in found.calls:
             self._same -= one.old is not None
-            player = steps.old if one.new is None else steps.new
-            made, began = self._message(record, one.place, methods), _began(player, one.message)
-            if began is not None and began != one.place:
-                made = f"{made}, in {self._message(record, began, methods)}"
-            was, now = (
-                None if each is None else call_text(each, one.destination, methods) for each in (one.old, one.new)
-            )
-            to, handler = kind_of_call(self.name, one.destination, one.message, methods)
-            text = f"{made} -> {to}: {difference_text(one.kind, was, now)}"
-            self._tell(record, one.kind, to, handler, one.place[1], text)
+            alike[one.kind, *kind_of_call(self.name, one.destination, one.message, methods)].append(one)
+        for key, calls in alike.items():
+            shown = calls[: max(1, TEXTS_MAX - self._shown[key])]
+            self._shown[key] += len(shown)
+            for index, one in enumerate(shown, 1):
+                count = 1 if index < len(shown) else len(calls) - len(shown) + 1
+                self._tell(record, *key, one.place[1], self._text(steps, record, one, key[1], methods), count)
         for group in found.fates:
             fate, verdict = group.fate.would_be, group.first
             text = f"{group.method or 'a message'} {fate}: {format_failure(verdict)}"
@@ -255,6 +259,15 @@ class Shadow:
             self._other = found.other  # what waits is told at each record
             self._tell(record, "other", self.name, "", None, found.other)
         self.tell_progress()  # so that a process after this one does not find them again
+
+    def _text(self, steps: Screening, record: LoggedRecord, one: Difference, to: str, methods: Methods) -> str:
+        """Describe a call that differs: the message that makes it, and what began that; the call then and now."""
+        made = self._message(record, one.place, methods)
+        began = _began(steps.old if one.new is None else steps.new, one.message)
+        if began is not None and began != one.place:
+            made = f"{made}, in {self._message(record, began, methods)}"
+        was, now = (None if each is None else call_text(each, one.destination, methods) for each in (one.old, one.new))
+        return f"{made} -> {to}: {difference_text(one.kind, was, now)}"
 
     def _message(self, record: LoggedRecord, place: Place, methods: Methods) -> str:
         """Describe a message that came to the service, in this record or an earlier one."""
@@ -287,9 +300,11 @@ class Shadow:
                 self._emit(Found(*where, time.time_ns(), self._lag_s, text))
         self._states_due_s = begun_s + STATES_SHARE * (time.monotonic() - begun_s)
 
-    def _tell(self, record: LoggedRecord, kind: str, to: str, handler: str, message: int | None, text: str) -> None:
+    def _tell(
+        self, record: LoggedRecord, kind: str, to: str, handler: str, message: int | None, text: str, count: int = 1
+    ) -> None:
         where = self.name, kind, to, handler, record.sequence_id, message, record.time_ns
-        self._emit(Found(*where, self._lag_s, text))
+        self._emit(Found(*where, self._lag_s, text, count))
 
 
 def _began(player: Player, message: bytes) -> Place | None:

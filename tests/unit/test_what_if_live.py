@@ -167,6 +167,17 @@ def test_a_changed_call_that_is_awaited_names_what_began_it(scene: Scene, monkey
     assert "over 1 handlers of the new code wait" in texts(scene.follow(shadow))[-1]
 
 
+def test_many_differences_of_a_record_are_counted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_module, "TEXTS_MAX", 3)
+    shadow = scene.shadow(Twice)
+    for count in range(1, 3):
+        pending = [scene.shop.begin(Shop.order, count) for _ in range(4)]
+        scene.env.run()
+        assert all(one.done for one in pending)
+    told = [one for one in scene.follow(shadow) if isinstance(one, Found) and one.to == "till"]
+    assert [(one.record, one.count) for one in told] == [(1, 1), (1, 1), (1, 2), (2, 4)]
+
+
 def test_a_part_of_the_state_is_told_once(scene: Scene) -> None:
     shadow = scene.shadow(Quiet)
     scene.shop.call(Shop.order, 1)
