@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -21,9 +22,9 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import rpc_of
 from immortal.protocol import decoding
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
-from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, Log, LoggedRecord, Place, Player, Recorded
+from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, LoggedRecord, Place, Player
+from immortal.replay.fleet.recorded import Log, Recorded
 from immortal.replay.plan import ReplayError
 
 DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an effect that never ran
@@ -129,16 +130,25 @@ class Service(Struct, eq=False):
     equal: int = 0
     stopped: str = ""
     messages: int = 0
+    records: Iterator[LoggedRecord] = iter(())
+    upcoming: LoggedRecord | None = None
 
     @property
     def log(self) -> Log:
         return self.recorded.log
 
+    def __post_init__(self) -> None:
+        self.records = self.log.records()
+        self.upcoming = next(self.records, None)
+
     @property
     def next_record(self) -> LoggedRecord | None:
-        if self.stopped or self.cursor >= len(self.log.records):
-            return None
-        return self.log.records[self.cursor]
+        return None if self.stopped else self.upcoming
+
+    def step(self) -> None:
+        """Note that the next record is being handled."""
+        self.cursor += 1
+        self.upcoming = next(self.records, None)
 
     def receiver(self, destination: str) -> str:
         """Return the name of the service that receives this service's stream to ``destination``."""
@@ -146,13 +156,8 @@ class Service(Struct, eq=False):
 
     def tell(self, sequence_id: int, indices: Iterable[int]) -> None:
         """Give the run the numbers that the executions which these messages start drew in the log's run."""
-        told = [draw for index in indices for draw in self.recorded.draws.get((sequence_id, index), ())]
+        told = [draw for index in indices for draw in self.recorded.draws.of(sequence_id, index)]
         self.player.tasks.told(told)
-
-    def count_inputs(self) -> int:
-        """Count the messages from outside that it has had: impulses, with timers and results, and clients' requests."""
-        batches = (batch for record in self.log.records[: self.cursor] for batch in record.trailer.batches)
-        return sum(batch.count for batch in batches if batch.kind in (BatchKind.IMPULSES, BatchKind.CLIENT))
 
     def refuse_early(self) -> NoReturn:
         """Raise ReplayError: a changed message belongs before the service's first state."""
@@ -185,33 +190,34 @@ class Sent(Struct, eq=False):
 
 
 class Stream(Struct, eq=False):
-    """Stream between two services. ``settled``: number of messages equal to the log's before the receiver joined."""
+    """Stream between two services. ``settled``: position up to which it was equal to the log's before the receiver
+    joined. ``delays``: (time it was sent, delay) of all messages of the log, in ns."""
 
     settled: int = 0
     queue: deque[Sent] = field(default_factory=deque)
     last_ns: int = 0
     drawn: random.Random | None = None
-    delays: list[tuple[int, int]] | None = None
+    delays: tuple[array[int], array[int]] | None = None
 
     def delay_ns(self, sender: Service, receiver: Service, seed: int, time_ns: int) -> int:
         """Return a new message's delay in ns, from delays in the log. ``seed`` 0: that of the last message before."""
         if self.delays is None:
-            self.delays = []
+            self.delays = array("q"), array("q")
             destination = ONESELF if sender is receiver else receiver.name
-            made = zip(sender.recorded.order[destination], sender.recorded.places[destination], strict=True)
-            for position, place in made:
+            for position, sequence_id in sender.recorded.runs[destination].positions():
                 to = receiver.log.place_of(ONESELF if sender is receiver else sender.name, position)
                 if to is not None:
-                    made_ns = sender.log.time_of(place[0])
-                    self.delays.append((made_ns, max(0, receiver.log.time_of(to[0]) - made_ns)))
-        if not self.delays:
+                    made_ns = sender.log.time_of(sequence_id)
+                    self.delays[0].append(made_ns)
+                    self.delays[1].append(max(0, receiver.log.time_of(to[0]) - made_ns))
+        made, delays = self.delays
+        if not delays:
             return DELAY_NS
         if seed:
             if self.drawn is None:
                 self.drawn = random.Random(f"{seed} {sender.name} {receiver.name}")  # noqa: S311 (from a seed)
-            return self.drawn.choice(self.delays)[1]
-        at = bisect_right(self.delays, time_ns, key=lambda one: one[0]) - 1
-        return self.delays[max(0, at)][1]
+            return self.drawn.choice(delays)
+        return delays[max(0, bisect_right(made, time_ns) - 1)]
 
 
 class Rules(Struct):

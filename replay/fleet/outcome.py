@@ -18,7 +18,8 @@ from immortal.coordinator.log.record_contents import message_at, record_of, rpc_
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.messages import RpcKind
 from immortal.replay.fleet.model import Broken, Difference, Logs, Rules, Service
-from immortal.replay.fleet.player import Place, Recorded, first_checkpoint, not_of_code
+from immortal.replay.fleet.player import Place, first_checkpoint, not_of_code
+from immortal.replay.fleet.recorded import Recorded
 from immortal.replay.fleet.screening import screen
 from immortal.replay.fleet.simulation import FIRST_OTHER_SEQUENCE_ID, Simulation, simulate
 from immortal.replay.plan import ReplayError
@@ -378,10 +379,11 @@ def _hours(simulation: Simulation, words: _Words) -> list[Hour]:
         return hours.setdefault(key, Hour(*key))
 
     for name, service in simulation.services.items():
-        for place, made in service.recorded.made.items():
-            for destination, outputs in made.items():
-                for output in outputs:
-                    hour(name, destination, output.message, service.log.time_of(place[0])).recorded += 1
+        for record in service.log.records():
+            for made in service.recorded.made_in(record.sequence_id).values():
+                for destination, outputs in made.items():
+                    for output in outputs:
+                        hour(name, destination, output.message, record.time_ns).recorded += 1
     for one in simulation.differences:
         found = hour(one.service, one.destination, one.message, one.time_ns)
         setattr(found, one.kind, getattr(found, one.kind) + 1)
@@ -486,10 +488,9 @@ class _Words:
         return "".join((f": {made}" if made else "", f", in {began}" if began else ""))
 
     def _message(self, service: Service, place: Place | None) -> str | None:
-        at = -1 if place is None else place[0] - service.log.checkpoint.sequence_id - 1
-        if place is None or not 0 <= at < len(service.log.records):
+        if place is None or (record := service.log.read(place[0])) is None:
             return None
-        message = message_at(record_of(service.log.records[at].value).content, place[1])
+        message = message_at(record_of(record.value).content, place[1])
         return None if message is None else self.call(service.name, message)
 
     def call(self, service: str, message: bytes) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -17,25 +15,22 @@ from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.running.tracing import TracingDispatcher
-from immortal.appsdk.waiting.impulses import Effect, EffectResult, encode_result
+from immortal.appsdk.waiting.impulses import Effect, encode_result
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, record_of, rpcs
-from immortal.protocol import decoding
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.extensions import Origin, RandomDraw, encode_record_time
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
 from immortal.protocol.record import decode_header, encode_record
-from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, decode_trailer
-from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
+from immortal.protocol.verdicts import Verdict, VerdictKind
 from immortal.replay.host import LocalRun
-from immortal.replay.plan import OWN_VERSION, ReplayError, ReplayPlan, Route, never_was, plan_first, usable_checkpoints
+from immortal.replay.plan import OWN_VERSION, ReplayError, ReplayPlan, Route, plan_first, usable_checkpoints
 from immortal.replay.result import Sink
 from immortal.replay.session import Ended, Event, Outputs, VerdictGiven
-from immortal.replay.verify import ProvingSink
 
 Place = tuple[int, int]
 """Place of a message: (record, its index in the record)."""
@@ -92,51 +87,6 @@ def logged(source: RecordSource, checkpoint: CheckpointHeader, to_ns: int | None
         yield record
 
 
-class Log:
-    """Records of a log after ``checkpoint`` up to ``to_ns``, with the place of each message of each stream."""
-
-    def __init__(self, source: RecordSource, checkpoint: CheckpointHeader, to_ns: int | None) -> None:
-        self.source = source
-        self.checkpoint = checkpoint
-        self.records: list[LoggedRecord] = []
-        self._runs: dict[str, list[tuple[int, int, Place]]] = defaultdict(list)
-        for record in logged(source, checkpoint, to_ns):
-            self.records.append(record)
-            index = 0
-            for batch in record.trailer.batches:
-                if batch.kind == BatchKind.STREAM:
-                    run = batch.first_position, batch.last_position, (record.sequence_id, index)
-                    self._runs[batch.name].append(run)
-                index += batch.count
-
-    @property
-    def begin_ns(self) -> int:
-        return self.checkpoint.time_ns
-
-    @property
-    def end_ns(self) -> int:
-        return self.records[-1].time_ns if self.records else self.begin_ns
-
-    def time_of(self, sequence_id: int) -> int:
-        at = sequence_id - self.checkpoint.sequence_id - 1
-        return self.records[at].time_ns if at >= 0 else self.begin_ns
-
-    def place_of(self, sender: str, position: int) -> Place | None:
-        """Return the place of the message with ``position`` in the stream of ``sender`` ("": itself); None if the
-        log's part has none."""
-        runs = self._runs.get(sender, [])
-        at = bisect_right(runs, position, key=lambda run: run[0]) - 1
-        if at < 0 or position > runs[at][1]:
-            return None
-        first, _, (sequence_id, index) = runs[at]
-        return sequence_id, index + position - first
-
-    def had_before(self, sender: str, position: int) -> bool:
-        """Return True if the message was handled before the first record here."""
-        runs = self._runs.get(sender, [])
-        return bool(runs) and position < runs[0][0]
-
-
 class Output(Struct, frozen=True):
     """Message that a run sent, in incoming form. ``place``: of the message that caused it."""
 
@@ -158,7 +108,7 @@ class Turn(Struct):
     def outputs(self) -> Iterator[Output]:
         """Messages that the code sent, one by one."""
         for event in self.made:
-            yield from _outputs(event)
+            yield from each_output(event)
 
 
 def first_checkpoint(source: RecordSource, not_after_ns: int | None, behind: int = -1) -> Route:
@@ -373,109 +323,9 @@ def not_of_code(verdict: Verdict) -> bool:
     return verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
 
 
-def _outputs(event: Outputs) -> Iterator[Output]:
+def each_output(event: Outputs) -> Iterator[Output]:
+    """Yield the messages of an event one by one."""
     origins = event.origins or [Origin(-1, 0, event.count)]
     places = (place for one in origins for place in [(one.sequence_id, one.message_index)] * one.count)
     for at, ((message, _), place) in enumerate(zip(rpcs(event.payload), places, strict=True)):
         yield Output(event.destination, event.first_position + at, place, message)
-
-
-# The run of the log's own code, message by message: the base of comparisons.
-
-
-class EffectDone(Struct):
-    """Effect whose result is in the log."""
-
-    name: str
-    encoded: bytes
-    key: str | None
-    number: int
-    begun_ns: int
-    done: Place | None = None
-    done_ns: int = 0
-    message: bytes = b""
-
-
-class Recorded:
-    """Complete run of the log's own code over ``log``. Raises ReplayError if its calls differ from the
-    log's."""
-
-    def __init__(self, log: Log, route: Route, definition: Definition, outsiders: frozenset[str]) -> None:
-        source = log.source
-        name = source.identity.instance_name
-        self.log = log
-        self.starts = {destination: mark.position for destination, mark in route.checkpoint.outputs.items()}
-        self.made: dict[Place, dict[str, list[Output]]] = {}
-        self.order: dict[str, list[int]] = defaultdict(list)  # by destination: positions of the app's outputs
-        self.places: dict[str, list[Place]] = defaultdict(list)  # ... and the messages that caused them
-        self.due: dict[int, int | None] = {route.checkpoint.sequence_id: None}
-        # Numbers drawn by an execution, by the message that started it; None: executions that waited at the checkpoint.
-        self.draws: dict[Place | None, list[RandomDraw]] = defaultdict(list)
-        self.started: dict[int, Place] = {}
-        self.tasks: dict[int, int] = {}  # by a call's number: the execution that made it
-        self.effects: dict[int, EffectDone] = {}
-        self.verdicts: dict[MessageKey, Verdict] = {}
-        proving = ProvingSink(source, route)
-        player = Player(source, route, definition, proving, outsiders=outsiders)
-        self.due[route.checkpoint.sequence_id] = player.next_due_ns
-        self._note_effects(player, route.checkpoint.time_ns)
-        for record in log.records:
-            proving.record(record.sequence_id, record.value, record.trailer)
-            for place, message, number in _effect_results(record):
-                if (effect := self.effects.get(number)) is not None:
-                    effect.done, effect.done_ns, effect.message = place, record.time_ns, message
-            turn = player.give_logged(record)
-            if turn.stopped:
-                raise ReplayError(f"{name}: {definition.name}, the code of the log, stops at {turn.stopped}")
-            for output in turn.outputs:
-                self.made.setdefault(output.place, {}).setdefault(output.destination, []).append(output)
-                self.order[output.destination].append(output.position)
-                self.places[output.destination].append(output.place)
-            for draw in turn.draws:
-                if draw.task:
-                    self.tasks[draw.number] = draw.task
-                    self.draws[self.started.get(draw.task)].append(draw)
-                else:
-                    self.started[draw.number] = place = (record.sequence_id, draw.detail)
-                    self.draws[place].append(draw)
-            self.due[record.sequence_id] = player.next_due_ns
-            self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
-            self._note_effects(player, record.time_ns)
-        if problem := proving.difference(name, player.methods):
-            raise ReplayError(never_was(name, problem))
-        last = log.records[-1].sequence_id if log.records else route.checkpoint.sequence_id
-        told = {one.key: one for one in source.summary().verdicts if one.sequence_id <= last}
-        self.verdicts |= {key: one for key, one in told.items() if key[0] > route.checkpoint.sequence_id}
-        self.state = player.finish(last)
-        self.methods = player.methods
-        player.close()
-
-    def _note_effects(self, player: Player, time_ns: int) -> None:
-        for number, effect in player.waiting_effects().items():
-            if number not in self.effects:
-                key = effect.options.key
-                self.effects[number] = EffectDone(effect.function.name, effect.encoded, key, number, time_ns)
-
-    def place_up_to(self, destination: str, position: int) -> Place | None:
-        """Return the place that caused a stream's last message up to ``position``; None if there is none."""
-        at = bisect_right(self.order.get(destination, []), position) - 1
-        return self.places[destination][at] if at >= 0 else None
-
-    def place_that_made(self, destination: str, position: int) -> Place | None:
-        """Return the place that caused that message of a stream; None for an impulse, and before the run."""
-        order = self.order.get(destination, [])
-        at = bisect_right(order, position) - 1
-        return self.places[destination][at] if at >= 0 and order[at] == position else None
-
-
-def _effect_results(record: LoggedRecord) -> Iterator[tuple[Place, bytes, int]]:
-    if not any(batch.kind == BatchKind.IMPULSES for batch in record.trailer.batches):
-        return
-    index = 0
-    for content in batches(record_of(record.value).content):
-        if content.message_type != MessageType.INITIAL_MESSAGE:
-            for at, (message, rpc) in enumerate(rpcs(content.payload)):
-                if rpc.kind == RpcKind.CALL and rpc.method_id == EFFECT_METHOD_ID:
-                    number = decoding.decode(rpc.arguments, type=EffectResult).number
-                    yield (record.sequence_id, index + at), message, number
-        index += content.count

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -32,15 +31,14 @@ from immortal.replay.fleet.model import (
 from immortal.replay.fleet.player import (
     FIRST_OTHER_NUMBER,
     NOTHING,
-    Log,
     LoggedRecord,
     Place,
     Player,
-    Recorded,
     Slot,
     Turn,
     first_checkpoint,
 )
+from immortal.replay.fleet.recorded import Recorded
 from immortal.replay.plan import ReplayError
 from immortal.replay.result import Sink
 
@@ -128,7 +126,7 @@ class Simulation:
                 break
         for service in self.services.values():
             due_ns = service.player.next_due_ns
-            if due_ns is not None and due_ns > self._end_ns and service.recorded.due.get(service.reached) != due_ns:
+            if due_ns is not None and due_ns > self._end_ns and service.recorded.due_ns(service.reached) != due_ns:
                 self.notes.append(
                     f"{service.name}: a timer would go off at {time_text(due_ns)}, behind the end of the logs"
                 )
@@ -169,8 +167,8 @@ class Simulation:
             sender = self.services.get(batch.name)
             if batch.kind != BatchKind.STREAM or sender is None or sender.stopped:
                 continue
-            place = sender.recorded.place_up_to(service.name, batch.last_position)
-            if place is not None and place[0] > sender.reached:
+            made_in = sender.recorded.record_up_to(service.name, batch.last_position)
+            if made_in is not None and made_in > sender.reached:
                 return False
         return True
 
@@ -186,8 +184,7 @@ class Simulation:
         changed = self.logs.changes.get(name)
         route = first_checkpoint(source, self.logs.begin_ns if changed is not None else None)
         if (recorded := self._recorded.get(name)) is None:
-            log = Log(source, route.checkpoint, self.logs.to_ns)
-            recorded = Recorded(log, route, self.logs.code(name), self.logs.outsiders)
+            recorded = Recorded(source, route, self.logs.code(name), self.logs.outsiders, self.logs.to_ns)
             self._recorded[name] = recorded
         definition = changed or self.logs.code(name)
         player = Player(source, route, definition, Sink(), is_new=True, outsiders=self.logs.outsiders)
@@ -198,14 +195,9 @@ class Simulation:
         if why is not None and recorded.log.begin_ns > self._now_ns and recorded.log.checkpoint.sequence_id >= 0:
             service.refuse_early()
         for other in self.services.values():  # it handled messages of this service as recorded
-            position = 0
-            for record in other.log.records[: other.cursor]:
-                for batch in record.trailer.batches:
-                    if batch.kind == BatchKind.STREAM and batch.name == name:
-                        position = batch.last_position
             if other is not service:
-                other.taken[name] = position
-        player.tasks.told(recorded.draws[None])
+                other.taken[name] = other.log.taken(name, other.reached)
+        player.tasks.told(recorded.draws.waited)
         if changed is not None and any(start.version == changed.version for start in route.versions):
             self.notes.append(
                 f"{name}: up to record {route.versions[-1].sequence_id} the log was handled by versions before"
@@ -242,7 +234,7 @@ class Simulation:
             if sent is None:
                 absent.add(index)
                 service.open[place] = why = self._why_absent(sender, service.name, slot.position)
-                for destination, outputs in service.recorded.made.get(place, {}).items():
+                for destination, outputs in service.recorded.made(place).items():
                     self._require_not_taken(service, destination, outputs[0].position)
                     if service.receiver(destination) in self.logs.sources:
                         self._join(service.receiver(destination), why)
@@ -251,7 +243,7 @@ class Simulation:
                 if sent.message != slot.message:
                     slots[index] = Slot(slot.batch, slot.source, slot.position, sent.message)
                     is_other = True
-        service.cursor += 1
+        service.step()
         if absent or is_other:
             self._give_part(service, record, slots, range(begun, len(slots)), causes, absent, is_last=True)
         else:
@@ -293,10 +285,9 @@ class Simulation:
         if sender is None or slot.position <= service.taken.get(sender.name, 0):
             return None
         destination = ONESELF if sender is service else service.name
-        if sender.recorded.place_that_made(destination, slot.position) is None:
+        if sender.recorded.runs[destination].find(slot.position) is None:
             return None  # an impulse, or a message from before the run
-        order, stream = sender.recorded.order[destination], self._streams[sender.name, service.name]
-        return sender if bisect_right(order, slot.position) > stream.settled else None
+        return sender if slot.position > self._streams[sender.name, service.name].settled else None
 
     def _taken(self, sender: Service, service: Service, place: Place) -> tuple[Sent | None, list[Sent]]:
         """Take the message for a place, and the messages before it in the same stream."""
@@ -362,8 +353,7 @@ class Simulation:
         """Return True if all messages that were sent before the receiver joined have arrived, as recorded."""
         if not stream.settled:
             return True
-        order = self.services[sender].recorded.order[service.name]
-        place = service.log.place_of(sender, order[stream.settled - 1])
+        place = service.log.place_of(sender, stream.settled)
         return place is None or place[0] <= service.reached
 
     # --- the outputs of a record --------------------------------------------------------------------------------------
@@ -395,7 +385,7 @@ class Simulation:
         was = {
             (destination, place): outputs
             for place in places
-            for destination, outputs in service.recorded.made.get(place, {}).items()
+            for destination, outputs in service.recorded.made(place).items()
         }
         for destination, place in {**made, **was}:
             cause = causes.get(place[1])
@@ -438,9 +428,9 @@ class Simulation:
         receiver = self.services.get(name)
         stream = self._streams[service.name, name]
         if receiver is None:
-            order = service.recorded.order[destination]
-            if number is None and in_time and order[stream.settled : stream.settled + 1] == [position]:
-                stream.settled += 1
+            following = service.recorded.runs[destination].next_after(stream.settled)
+            if number is None and in_time and position is not None and following == position:
+                stream.settled = position
                 return
             receiver = self._join(name, number)
         if position is not None and position <= receiver.taken.get(service.name, 0):
@@ -500,7 +490,7 @@ class Simulation:
     def _look_at_timers(self, service: Service) -> None:
         """Schedule a timer that the log's code did not set; the log's own messages of the clock trigger the others."""
         due_ns = service.player.next_due_ns
-        was_ns = service.recorded.due.get(service.reached)
+        was_ns = service.recorded.due_ns(service.reached)
         if due_ns is None or service.stopped or (was_ns is not None and due_ns >= was_ns):
             return
         if due_ns == service.timer_ns:
@@ -562,7 +552,7 @@ class Simulation:
             self._broke_then = record in then
         is_new = then is not None and not self._broke_then
         if text and (is_new or self.broken is None):
-            inputs = sum(one.count_inputs() for one in self.services.values())
+            inputs = sum(one.log.count_inputs(one.reached) for one in self.services.values())
             cut = {name: one.reached for name, one in self.services.items()}
             slot = next(iter(self._slots[place[1] :]), None)
             message = b"" if slot is None or slot.batch.kind == BatchKind.INITIAL else slot.message
