@@ -137,15 +137,19 @@ class _Live:
             for reader in readers:
                 reader.start()
             asked_s = 0.0
-            while (line := self._next(lines)) is not None:
-                if line.endswith(b"\n"):  # else its process died
-                    self._show(decode_json(line, type=Event))
-                self._tell()
-                if over.is_set() and not asked_s:
-                    asked_s = time.monotonic()
-                    process.terminate()
-                elif asked_s and time.monotonic() - asked_s > STOP_S:
-                    process.kill()  # its code hangs
+            try:
+                while (line := self._next(lines)) is not None:
+                    if line.endswith(b"\n"):  # else its process died
+                        self._show(decode_json(line, type=Event))
+                    self._tell()
+                    if over.is_set() and not asked_s:
+                        asked_s = time.monotonic()
+                        process.terminate()
+                    elif asked_s and time.monotonic() - asked_s > STOP_S:
+                        process.kill()  # its code hangs
+            except BaseException:  # such as a closed stdout
+                process.kill()
+                raise
             status = process.wait()
             readers[1].join(STOP_S)
         if not over.is_set():
@@ -163,7 +167,7 @@ class _Live:
         hangs = any(line.startswith("Timeout (") for line in said)
         if not at or (status == 1 and not hangs):
             reason = said[-1] if said else f"status {status}"
-            raise FailedError(f"the shadows have ended: {reason.removeprefix('error: ')}")
+            raise FailedError(reason.removeprefix("error: "))
         name, record, side = at[0], int(at[1]), at[2]
         text = f"the {side} code {'does not end' if hangs else f'ends its process (status {status})'}"
         if side == "new":

@@ -20,7 +20,7 @@ from immortal.appsdk.errors import StateError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.running.inspection import describe_state
 from immortal.appsdk.state.tree import differences
-from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.errors import LogError, LogUnavailableError
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
@@ -141,7 +141,6 @@ class Shadow:
 
     def begin(self) -> None:
         """Begin at a checkpoint, if there is one yet. Raises ReplayError, LogError."""
-        self._retry_s = time.monotonic() + RETRY_S
         summary, mark = self._reader.summary(), self._mark
         if mark.behind >= 0 and not any(one.sequence_id >= mark.behind for one in usable_checkpoints(summary)):
             return
@@ -158,20 +157,30 @@ class Shadow:
         if -1 < mark.reported < steps.sequence_id:
             text += f"; records {mark.reported + 1} to {steps.sequence_id} are not compared"
         self._mark = Mark(max(mark.reported, steps.sequence_id), -1)
-        self._steps, self._digest, self._begin_ns, self._said = steps, digest, None, ""
+        self._steps, self._digest, self._begin_ns, self._said, self._retry_s = steps, digest, None, "", 0.0
         self._emit(Note(self.name, text, follows=True))
 
     def round(self) -> bool:
         """Compare records that were logged since the last call; return True if there are more."""
+        if (now_s := time.monotonic()) < self._retry_s:
+            return False
         try:
             if self._steps is None:
-                if time.monotonic() >= self._retry_s:
-                    self.begin()
+                self._retry_s = now_s + RETRY_S
+                self.begin()
                 return self._steps is not None
-            return self._follow(self._steps)
+            any_more = self._follow(self._steps)
+        except LogUnavailableError as error:
+            self._retry_s = now_s + RETRY_S
+            self._say(f"{error}; it is tried again")
+            return False
         except ImmortalError as error:
             self._end(str(error), self._mark.behind if self._steps is None else self._steps.sequence_id)
             return False
+        if self._said and self._steps is not None:
+            self._said = ""
+            self._emit(Note(self.name, "it goes on", follows=True))
+        return any_more
 
     def _follow(self, steps: Screening) -> bool:
         last = self._reader.last_sequence_id()
@@ -223,10 +232,15 @@ class Shadow:
         if self._steps is not None:
             self._steps.close()
             self._steps = None
-        self._mark.behind, self._retry_s = behind, 0.0
+            self._retry_s = 0.0
+        self._mark.behind = behind
+        self._say(f"{why}; it begins again at the next checkpoint")
+
+    def _say(self, why: str) -> None:
+        """Say once why records are not compared."""
         if why != self._said:
             self._said = why
-            self._emit(Note(self.name, f"{why}; it begins again at the next checkpoint", follows=False))
+            self._emit(Note(self.name, why, follows=False))
 
     # --- the comparison -----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 import immortal
 from immortal import Immortal, peer, rpc, upgrades
 from immortal.appsdk.handlers.definition import definition_of
+from immortal.coordinator.core.errors import LogUnavailableError
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import LogReader
 from immortal.presenters.what_if_live import LINES_MAX, LiveReport
@@ -86,12 +87,15 @@ class GrowingReader(LogReader):
 
     def __init__(self, instance: Instance[Any]) -> None:
         self._node = instance._node
+        self.is_away = False
         super().__init__(self._backend)
         self.identity = replace(self.identity, instance_name=instance.name)
         self.trusts_pickle = True
 
     @property
     def _backend(self) -> Any:
+        if self.is_away:
+            raise LogUnavailableError("nobody is there")
         return self._node.store.backend
 
     @_backend.setter
@@ -110,8 +114,8 @@ class Scene:
         self.told: list[Event] = []
 
     def shadow(self, cls: type[Immortal], mark: Mark | None = None, begin_ns: int | None = None) -> Shadow:
-        reader, mark = GrowingReader(self.shop), mark or Mark()
-        one = Shadow(self.registry, reader, definition_of(cls), mark, begin_ns, self.told.append, note)
+        self.reader, mark = GrowingReader(self.shop), mark or Mark()
+        one = Shadow(self.registry, self.reader, definition_of(cls), mark, begin_ns, self.told.append, note)
         one.begin()
         return one
 
@@ -226,6 +230,19 @@ def test_it_begins_again_behind_an_upgrade(scene: Scene) -> None:
     assert begun.startswith("from checkpoint ")
     scene.shop.call(NewShop.order, 1)
     assert texts(scene.follow(shadow)) == []
+
+
+def test_a_log_that_is_away_is_waited_for(scene: Scene) -> None:
+    shadow = scene.shadow(Twice)
+    scene.follow(shadow)
+    scene.shop.call(Shop.order, 1)
+    scene.reader.is_away = True
+    assert texts(scene.follow(shadow)) == ["nobody is there; it is tried again"]
+    assert texts(scene.follow(shadow)) == []
+    scene.reader.is_away = False
+    found, goes_on = texts(scene.follow(shadow))
+    assert "would be Till.sell(2)" in found
+    assert goes_on == "it goes on"
 
 
 def test_a_log_that_was_cut_is_told(scene: Scene) -> None:
