@@ -276,7 +276,7 @@ def test_another_process_tells_nothing_again(scene: Scene) -> None:
     _, found = texts(scene.follow(again))
     assert "was Till.sell(7)" in found
     scene.shop.checkpoint()
-    behind = scene.shadow(Twice, Mark(last.record, last.record + 1))
+    behind = scene.shadow(Twice, Mark(last.record, last.record + 1), begin_ns=1)
     assert "are not compared" in texts(scene.follow(behind))[0]
 
 
@@ -304,8 +304,10 @@ def test_a_report_shows_the_first_lines_of_a_handler_and_counts_the_others() -> 
     assert lines[LINES_MAX - 1].endswith("; the next ones like this are only counted")
     assert lines[LINES_MAX:] == [""] * 5
     assert report.take(found(99, "missing"))
+    assert report.take(replace(found(100, "missing"), count=41))
     shown = "\n".join(report.lines())
     assert "shop     till  Till.sell  changed         15" in shown
+    assert "shop     till  Till.sell  missing         42" in shown
     assert shown.endswith("\ndifferent")
     page = report.page()
     assert '<meta http-equiv="refresh"' in page
