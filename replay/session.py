@@ -276,10 +276,6 @@ class ReplaySession:
         output, self._output = self._output, []
         return output
 
-    def shares_peers(self, other: ReplaySession) -> None:
-        """Know the receivers that either app has attached to: output that both send is read once."""
-        self._app.attached = other._app.attached
-
     def begin(self) -> Iterator[Event]:
         """Begin; yield the impulses directly after the checkpoint, which the caller must handle first."""
         for stream in self._streams.values():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from array import array
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,7 +13,6 @@ from immortal.appsdk.calls.failures import encode_failed
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.waiting.impulses import Effect
 from immortal.coordinator.core.formatting import time_text
-from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import rpc_of
 from immortal.protocol import decoding
@@ -154,9 +149,12 @@ class Service(Struct, eq=False):
         """Return the name of the service that receives this service's stream to ``destination``."""
         return destination or self.name
 
-    def tell(self, sequence_id: int, indices: Iterable[int]) -> None:
-        """Give the run the numbers that the executions which these messages start drew in the log's run."""
-        told = [draw for index in indices for draw in self.recorded.draws.of(sequence_id, index)]
+    def tell(self, sequence_id: int, indices: Iterable[int] | None = None) -> None:
+        """Give the run the numbers that the executions which these messages start (None: all of the record) drew in
+        the log's run."""
+        draws = self.recorded.draws
+        of_all = draws.starts(sequence_id) if indices is None else indices
+        told = [draw for index in of_all for draw in draws.of(sequence_id, index)]
         self.player.tasks.told(told)
 
     def refuse_early(self) -> NoReturn:
@@ -177,47 +175,6 @@ class Service(Struct, eq=False):
     def reached(self) -> int:
         """Last record of its log that was handled."""
         return self.log.checkpoint.sequence_id + self.cursor
-
-
-class Sent(Struct, eq=False):
-    """Message on its way. ``slot``: its place in the receiver's log; ``time_ns``: its arrival if it has no place."""
-
-    message: bytes
-    slot: Place | None
-    difference: int | None
-    time_ns: int | None = None
-    is_due: bool = False
-
-
-class Stream(Struct, eq=False):
-    """Stream between two services. ``settled``: position up to which it was equal to the log's before the receiver
-    joined. ``delays``: (time it was sent, delay) of all messages of the log, in ns."""
-
-    settled: int = 0
-    queue: deque[Sent] = field(default_factory=deque)
-    last_ns: int = 0
-    drawn: random.Random | None = None
-    delays: tuple[array[int], array[int]] | None = None
-
-    def delay_ns(self, sender: Service, receiver: Service, seed: int, time_ns: int) -> int:
-        """Return a new message's delay in ns, from delays in the log. ``seed`` 0: that of the last message before."""
-        if self.delays is None:
-            self.delays = array("q"), array("q")
-            destination = ONESELF if sender is receiver else receiver.name
-            for position, sequence_id in sender.recorded.runs[destination].positions():
-                to = receiver.log.place_of(ONESELF if sender is receiver else sender.name, position)
-                if to is not None:
-                    made_ns = sender.log.time_of(sequence_id)
-                    self.delays[0].append(made_ns)
-                    self.delays[1].append(max(0, receiver.log.time_of(to[0]) - made_ns))
-        made, delays = self.delays
-        if not delays:
-            return DELAY_NS
-        if seed:
-            if self.drawn is None:
-                self.drawn = random.Random(f"{seed} {sender.name} {receiver.name}")  # noqa: S311 (from a seed)
-            return self.drawn.choice(delays)
-        return delays[max(0, bisect_right(made, time_ns) - 1)]
 
 
 class Rules(Struct):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,13 +18,13 @@ from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.running.tracing import TracingDispatcher
 from immortal.appsdk.waiting.impulses import Effect, encode_result
 from immortal.coordinator.core.formatting import Methods
-from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, record_of, rpcs
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.extensions import Origin, RandomDraw, encode_record_time
-from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.extensions import RandomDraw, decode_app_batch, decode_origins, encode_record_time
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_messages, encode_incoming_rpc
 from immortal.protocol.record import decode_header, encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, decode_trailer
 from immortal.protocol.verdicts import Verdict, VerdictKind
@@ -97,8 +98,13 @@ class Output(Struct, frozen=True):
 
 
 class Turn(Struct):
-    """Result of one record. ``stopped``: why the app stopped; "" if it continues."""
+    """Result of one record: ``said``: the app's output as bytes, ``made``: runs of its messages, without origins.
 
+    ``name``: of the service. ``stopped``: why the app stopped; "" if it continues.
+    """
+
+    name: str
+    said: bytes = b""
     made: list[Outputs] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     draws: list[RandomDraw] = field(default_factory=list)
@@ -107,8 +113,30 @@ class Turn(Struct):
     @property
     def outputs(self) -> Iterator[Output]:
         """Messages that the code sent, one by one."""
-        for event in self.made:
-            yield from each_output(event)
+        runs = ((one.destination, range(one.first_position, one.first_position + one.count)) for one in self.made)
+        return outputs_in(self.said, self.name, runs)
+
+
+def outputs_in(said: bytes, name: str, runs: Iterable[tuple[str, range]]) -> Iterator[Output]:
+    """Yield the messages in the output of the app of the service ``name``, at these positions by destination."""
+    positions: dict[str, list[int]] = defaultdict(list)
+    for destination, run in runs:
+        positions[destination] += run
+    left = {destination: iter(found) for destination, found in positions.items()}
+    places: list[Place] = []
+    for message_type, start, end in decode_messages(said):
+        if message_type == MessageType.ORIGINS:
+            origins = decode_origins(said[start:end])
+            places = [place for one in origins for place in [(one.sequence_id, one.message_index)] * one.count]
+        elif message_type == MessageType.STREAM_BATCH:
+            batch = decode_app_batch(said[start:end])
+            destination = ONESELF if batch.destination == name else batch.destination
+            offset, payload = 0, batch.payload
+            for place, (_, _, behind) in zip(places, decode_messages(payload), strict=True):
+                yield Output(destination, next(left[destination]), place, payload[offset:behind])
+                offset = behind
+        elif message_type == MessageType.CHECKPOINT:
+            return  # of an upgrade; its blob is no message
 
 
 def first_checkpoint(source: RecordSource, not_after_ns: int | None, behind: int = -1) -> Route:
@@ -169,7 +197,7 @@ class Player(LocalRun):
         is_new: bool = False,
         outsiders: frozenset[str] = frozenset(),
     ) -> None:
-        self._turn = Turn()
+        self._turn = Turn(source.identity.instance_name)
         header = route.checkpoint
         if is_new and definition.version not in (header.version, *(one.version for one in route.versions)):
             route = Route(header, None, upgrade_to=OWN_VERSION)
@@ -179,8 +207,7 @@ class Player(LocalRun):
         self.dispatcher = self.app.dispatcher
         self.tasks = self.dispatcher.tasks
         self.dispatcher.reports_numbers = False  # they are taken from the tasks
-        self.defers = False
-        self.said = b""
+        self.session.reads_origins = False
         self.restore()
         if self._turn.stopped:
             name = source.identity.instance_name
@@ -204,22 +231,6 @@ class Player(LocalRun):
         """Give the app a record as the log has it."""
         return self._turn_of(partial(self.session.give_record, record.value, record.trailer))
 
-    def give_unread(self, record: LoggedRecord) -> Turn:
-        """Give the app a record as the log has it, and leave its output in ``said``, unread, unless it has stopped."""
-        self.defers = True
-        try:
-            return self.give_logged(record)
-        finally:
-            self.defers = False
-
-    def read(self, *, origins: bool) -> None:
-        """Read the output of the last record into its turn. ``origins`` False: without what made each message."""
-        self.session.reads_origins = origins
-        said, self.said = self.said, b""
-        for event in self.session.receive(said):
-            self.take(event)
-        self.session.reads_origins = True
-
     def give_slots(self, sequence_id: int, time_ns: int, slots: Sequence[Slot], *, is_logs: bool) -> Turn:
         """Give the app a record of these messages. ``is_logs``: it replaces the log's record of that number, as the
         last part of it."""
@@ -241,7 +252,7 @@ class Player(LocalRun):
         return self._turn_of(partial(self.session.give_other_record, value, sources))
 
     def _turn_of(self, action: Callable[[], object]) -> Turn:
-        self._turn = turn = Turn()
+        self._turn = turn = Turn(self.source.identity.instance_name)
         action()
         self.pass_on()
         turn.draws, self.tasks.drawn = self.tasks.drawn, []
@@ -301,11 +312,8 @@ class Player(LocalRun):
     def listen(self) -> None:
         self.dispatcher.outbox.close_batches()
         self.app.take_output()
-        if self.defers and self.app.error is None:
-            self.said = bytes(self.app.output)
-            self.app.output.clear()
-        else:
-            super().listen()
+        self._turn.said += self.app.output
+        super().listen()
 
     def take(self, event: Event) -> None:
         super().take(event)
@@ -321,11 +329,3 @@ class Player(LocalRun):
 def not_of_code(verdict: Verdict) -> bool:
     """Return True if other code can't change the verdict, or must not run the message here: it is skipped."""
     return verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
-
-
-def each_output(event: Outputs) -> Iterator[Output]:
-    """Yield the messages of an event one by one."""
-    origins = event.origins or [Origin(-1, 0, event.count)]
-    places = (place for one in origins for place in [(one.sequence_id, one.message_index)] * one.count)
-    for at, ((message, _), place) in enumerate(zip(rpcs(event.payload), places, strict=True)):
-        yield Output(event.destination, event.first_position + at, place, message)

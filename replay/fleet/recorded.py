@@ -14,7 +14,6 @@ from functools import lru_cache
 from itertools import islice
 from tempfile import TemporaryFile
 
-import msgspec
 from msgspec import Struct
 
 from immortal.appsdk.handlers.definition import Definition
@@ -28,9 +27,8 @@ from immortal.protocol.messages import MessageType, RpcKind
 from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
-from immortal.replay.fleet.player import LoggedRecord, Output, Place, Player, each_output, logged
+from immortal.replay.fleet.player import LoggedRecord, Output, Place, Player, logged, outputs_in
 from immortal.replay.plan import ReplayError, Route, never_was
-from immortal.replay.session import Outputs
 from immortal.replay.verify import ProvingSink
 
 _NO_TIMER = -1
@@ -58,6 +56,13 @@ class Runs:
         """Return the position of the first message behind ``position``; None if there is none."""
         at = bisect_right(self.lasts, position)
         return max(position + 1, self.firsts[at]) if at < len(self.firsts) else None
+
+    def of_record(self, sequence_id: int) -> Iterator[range]:
+        """Yield the positions of the runs of that record."""
+        at = bisect_left(self.records, sequence_id)
+        while at < len(self.records) and self.records[at] == sequence_id:
+            yield range(self.firsts[at], self.lasts[at] + 1)
+            at += 1
 
     def positions(self) -> Iterator[tuple[int, int]]:
         """Yield (position, record) of all messages."""
@@ -147,7 +152,7 @@ class Draws:
         self._whats = array("i")
         self._names: list[str] = []
         self._known: dict[str, int] = {}
-        self._starts = lru_cache(_DECODED_MAX)(self._starts_in)
+        self.starts = lru_cache(_DECODED_MAX)(self._starts_in)
         self._records, self._firsts = array("q"), array("q")  # records in which numbers were drawn, their first draw
 
     def add(self, sequence_id: int, draws: list[RandomDraw]) -> None:
@@ -191,7 +196,7 @@ class Draws:
 
     def of(self, sequence_id: int, index: int) -> Iterator[RandomDraw]:
         """Yield all numbers of the execution that the message began, its own first."""
-        at = self._starts(sequence_id).get(index, -1)
+        at = self.starts(sequence_id).get(index, -1)
         while at >= 0:
             yield RandomDraw(self._numbers[at], self._tasks[at], self._names[self._whats[at]], self._details[at])
             at = self._next[at]
@@ -236,7 +241,6 @@ class Recorded:
         self._due = array("q")  # after the checkpoint, and after each record
         self._file = TemporaryFile(prefix="immortal-what-if-")  # noqa: SIM115 (open as long as the run is used)
         self._ends = array("q", [0])  # in the file, of each record's outputs
-        self._encoder = msgspec.msgpack.Encoder()
         proving = ProvingSink(source, route)
         player = Player(source, route, definition, proving, outsiders=outsiders)
         self._note(player, route.checkpoint.time_ns)
@@ -252,7 +256,7 @@ class Recorded:
             for made in turn.made:
                 last_position = made.first_position + made.count - 1
                 self.runs[made.destination].add(made.first_position, last_position, record.sequence_id)
-            self._ends.append(self._ends[-1] + (self._file.write(self._encoder.encode(turn.made)) if turn.made else 0))
+            self._ends.append(self._ends[-1] + self._file.write(turn.said))
             self.draws.add(record.sequence_id, turn.draws)
             self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
             self._note(player, record.time_ns)
@@ -279,20 +283,32 @@ class Recorded:
         due_ns = self._due[sequence_id - self.log.checkpoint.sequence_id]
         return None if due_ns == _NO_TIMER else due_ns
 
+    def said(self, sequence_id: int) -> bytes:
+        """Return the app's output in a record, as bytes; nothing if the record is not in the log's part."""
+        at = sequence_id - self.log.checkpoint.sequence_id
+        if not 0 < at < len(self._ends):
+            return b""
+        begin = self._ends[at - 1]
+        return os.pread(self._file.fileno(), self._ends[at] - begin, begin)
+
     def _made_in(self, sequence_id: int) -> dict[Place, dict[str, list[Output]]]:
         """Return what each message of a record sent, by destination."""
         found: dict[Place, dict[str, list[Output]]] = {}
-        at = sequence_id - self.log.checkpoint.sequence_id
-        if 0 < at < len(self._ends) and (size_bytes := self._ends[at] - self._ends[at - 1]):
-            data = os.pread(self._file.fileno(), size_bytes, self._ends[at - 1])
-            for made in decoding.decode(data, type=list[Outputs]):
-                for output in each_output(made):
-                    found.setdefault(output.place, {}).setdefault(output.destination, []).append(output)
+        runs = ((destination, run) for destination, runs in self.runs.items() for run in runs.of_record(sequence_id))
+        for output in outputs_in(self.said(sequence_id), self.log.source.identity.instance_name, runs):
+            found.setdefault(output.place, {}).setdefault(output.destination, []).append(output)
         return found
 
     def made(self, place: Place) -> dict[str, list[Output]]:
         """Return what the message at ``place`` sent, by destination; nothing if it is not in the log's part."""
         return self.made_in(place[0]).get(place, {})
+
+    def sent(self, destination: str, run: range) -> Iterator[Output]:
+        """Yield the messages at these positions of a stream, which one record made."""
+        at = self.runs[destination].find(run.start)
+        made_in = {} if at is None else self.made_in(self.runs[destination].records[at])
+        outputs = [output for made in made_in.values() for output in made.get(destination, ())]
+        yield from sorted((one for one in outputs if one.position in run), key=lambda one: one.position)
 
     def record_up_to(self, destination: str, position: int) -> int | None:
         """Return the record that made a stream's last message up to ``position``; None if there is none."""

@@ -18,15 +18,7 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.verdicts import Verdict
 from immortal.replay.comparison import aligned
 from immortal.replay.fleet.model import Difference
-from immortal.replay.fleet.player import (
-    FIRST_OTHER_NUMBER,
-    LoggedRecord,
-    Place,
-    Player,
-    Turn,
-    logged,
-    not_of_code,
-)
+from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, LoggedRecord, Place, Player, Turn, logged, not_of_code
 from immortal.replay.plan import ReplayError, Route, never_was
 from immortal.replay.result import OutcomeChanges, Sink, group_outcomes
 from immortal.replay.verify import ProvingSink
@@ -70,7 +62,6 @@ class Screening:
         self._proving = ProvingSink(source, route)
         self.old = Player(source, route, old, self._proving, outsiders=outsiders)
         self.new = Player(source, route, new, Sink(), is_new=True, outsiders=outsiders)
-        self.new.session.shares_peers(self.old.session)
         self._begins = begins
         self._due: object = None  # the due times that were reported as different
         self._verdicts: dict[int, list[Verdict]] = defaultdict(list)  # of the log, by record
@@ -100,24 +91,16 @@ class Screening:
         self._proving.record(record.sequence_id, record.value, record.trailer)
         old, new = self.old, self.new
         self._begins("old")
-        was = old.give_unread(record)
+        was = old.give_logged(record)
         if was.stopped:
             raise ReplayError(f"{self.name}: {old.definition.name}, the code of the log, stops at {was.stopped}")
+        self.sent += sum([made.count for made in was.made])
         if new.ended is not None:
-            old.read(origins=False)
             return None
         new.tasks.told(was.draws)
         self._begins("new")
-        now = new.give_unread(record)
-        is_same = old.said == new.said and not now.stopped
-        old.read(origins=not is_same)
-        self.sent += sum([made.count for made in was.made])
-        calls: list[Difference] = []
-        if is_same:
-            new.said, now.verdicts = b"", was.verdicts
-        else:
-            new.read(origins=True)
-            calls = self._compare(record, was, now)
+        now = new.give_logged(record)
+        calls = [] if was.said == now.said else self._compare(record, was, now)
         fates = self._fates(record.sequence_id, was, now)
         other = now.stopped or self._other()
         if calls or fates or other:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from immortal.coordinator.core.formatting import time_text
@@ -17,17 +16,7 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
 from immortal.replay.fleet.calls import CallComparison
-from immortal.replay.fleet.model import (
-    DELAY_NS,
-    Broken,
-    Difference,
-    Logs,
-    Row,
-    Rules,
-    Sent,
-    Service,
-    Stream,
-)
+from immortal.replay.fleet.model import DELAY_NS, Broken, Difference, Logs, Row, Rules, Service
 from immortal.replay.fleet.player import (
     FIRST_OTHER_NUMBER,
     NOTHING,
@@ -39,6 +28,7 @@ from immortal.replay.fleet.player import (
     first_checkpoint,
 )
 from immortal.replay.fleet.recorded import Recorded
+from immortal.replay.fleet.streams import Sent, Streams
 from immortal.replay.plan import ReplayError
 from immortal.replay.result import Sink
 
@@ -95,14 +85,14 @@ class Simulation:
         self.prefix: Broken | None = None  # the first break where the record has none
         self.breaks: set[tuple[str, int]] = set()  # records, by service, behind which the check does not hold
         self._broke_then = False  # behind the last record of a log
-        self._slots: Sequence[Slot] = ()  # that were given last
+        self._slots: Callable[[], Sequence[Slot]] = tuple  # that were given last
         self.notes: list[str] = []
         self.logs = logs
         self._rules = rules
         self._seed = seed
         self._recorded = recorded
         self._early = early
-        self._streams: dict[tuple[str, str], Stream] = defaultdict(Stream)
+        self._streams = Streams(self.services)
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
         self._numbers = itertools.count()
         self._others = itertools.count(FIRST_OTHER_SEQUENCE_ID)
@@ -211,7 +201,26 @@ class Simulation:
 
     def _handle(self, service: Service, record: LoggedRecord) -> None:
         """Handle the next record of its log, with the present messages at the places of the old ones."""
-        slots, was_there = record.slots(), service.is_there
+        was_there = service.is_there
+        if self._streams.take_as_recorded(service, record):
+            service.step()
+            service.tell(record.sequence_id)
+            self._slots = record.slots
+            turn = service.player.give_logged(record)
+            if turn.said == service.recorded.said(record.sequence_id) and not turn.stopped:
+                self._take_equal(service, record, turn)
+            else:
+                count = sum(batch.count for batch in record.trailer.batches)
+                self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(count)], {})
+        else:
+            self._handle_others(service, record)
+        senders = {one.name or service.name for one in record.trailer.batches if one.kind == BatchKind.STREAM}
+        for name in [name for name in self.services if name in senders or (service.is_there and not was_there)]:
+            self._deliver_due(name, service, record.time_ns)
+
+    def _handle_others(self, service: Service, record: LoggedRecord) -> None:
+        """Handle a record of which some messages are others now, are missing, or came before."""
+        slots = record.slots()
         causes: dict[int, int | None] = {}
         absent: set[int] = set()
         begun, is_other = 0, False
@@ -247,13 +256,10 @@ class Simulation:
         if absent or is_other:
             self._give_part(service, record, slots, range(begun, len(slots)), causes, absent, is_last=True)
         else:
-            service.tell(record.sequence_id, range(len(slots)))
-            self._slots = slots
+            service.tell(record.sequence_id)
+            self._slots = record.slots
             turn = service.player.give_logged(record)
             self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(len(slots))], causes)
-        senders = {slot.source or service.name for slot in slots if slot.source is not None}
-        for name in [name for name in self.services if name in senders or (service.is_there and not was_there)]:
-            self._deliver_due(name, service, record.time_ns)
 
     def _give_part(
         self,
@@ -272,7 +278,7 @@ class Simulation:
             slot if index in part and index not in absent else Slot(slot.batch, slot.source, slot.position, NOTHING)
             for index, slot in enumerate(slots[: part.stop])
         ]
-        self._slots = given
+        self._slots = lambda: given
         turn = service.player.give_slots(record.sequence_id, record.time_ns, given, is_logs=is_last)
         places = [(record.sequence_id, index) for index in part if index not in absent]
         self._take(service, turn, record.time_ns, places, causes)
@@ -291,7 +297,7 @@ class Simulation:
 
     def _taken(self, sender: Service, service: Service, place: Place) -> tuple[Sent | None, list[Sent]]:
         """Take the message for a place, and the messages before it in the same stream."""
-        queue = self._streams[sender.name, service.name].queue
+        queue = self._streams.queue(sender, service)
         if not any(one.slot == place for one in queue):
             return None, []
         ahead = []
@@ -328,7 +334,7 @@ class Simulation:
 
     def _give_other(self, service: Service, place: Place, slots: list[Slot], time_ns: int, cause: int | None) -> None:
         time_ns = max(time_ns, service.time_ns)
-        self._slots = slots
+        self._slots = lambda: slots
         turn = service.player.give_slots(place[0], time_ns, slots, is_logs=False)
         service.player.dispatcher.expect(service.reached + 1)
         self._take(service, turn, time_ns, [place], {place[1]: cause}, is_other=True)
@@ -346,15 +352,8 @@ class Simulation:
         stream = self._streams[sender, service.name]
         if not service.is_there:
             return
-        while stream.queue and stream.queue[0].is_due and self._is_past_settled(sender, service, stream):
+        while stream.queue and stream.queue[0].is_due and self._streams.is_past_settled(sender, service):
             self._deliver(sender, service, stream.queue.popleft(), time_ns)
-
-    def _is_past_settled(self, sender: str, service: Service, stream: Stream) -> bool:
-        """Return True if all messages that were sent before the receiver joined have arrived, as recorded."""
-        if not stream.settled:
-            return True
-        place = service.log.place_of(sender, stream.settled)
-        return place is None or place[0] <= service.reached
 
     # --- the outputs of a record --------------------------------------------------------------------------------------
 
@@ -399,9 +398,33 @@ class Simulation:
                 elif service.receiver(destination) in self.logs.sources:
                     self._require_not_taken(service, destination, position or 0)
                     self._join(service.receiver(destination), number)
+        self._look_around(service, places[-1] if places else (service.reached, 0), time_ns, is_other=is_other)
+
+    def _look_around(self, service: Service, place: Place, time_ns: int, *, is_other: bool = False) -> None:
         self._look_at_timers(service)
         self._look_at_effects(service)
-        self._check(service, places[-1] if places else (service.reached, 0), time_ns, is_other=is_other)
+        self._check(service, place, time_ns, is_other=is_other)
+
+    def _take_equal(self, service: Service, record: LoggedRecord, turn: Turn) -> None:
+        """Take the outputs of a record that are those of the log, without a look at each."""
+        service.time_ns = max(service.time_ns, record.time_ns)
+        count = sum(batch.count for batch in record.trailer.batches)
+        service.messages += count
+        service.equal += sum(made.count for made in turn.made)
+        service.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
+        for destination in dict.fromkeys(made.destination for made in turn.made):
+            for run in service.recorded.runs[destination].of_record(record.sequence_id):
+                self._send_equal(service, destination, run, record.time_ns)
+        self._look_around(service, (record.sequence_id, max(0, count - 1)), record.time_ns)
+
+    def _send_equal(self, service: Service, destination: str, run: range, time_ns: int) -> None:
+        name = service.receiver(destination)
+        if name not in self.logs.sources:
+            return
+        if self._streams.put_equal(service, destination, self.services.get(name), run):
+            return
+        for output in service.recorded.sent(destination, run):
+            self._send(service, destination, output.message, output.position, None, time_ns, in_time=True)
 
     def _require_not_taken(self, service: Service, destination: str, position: int) -> None:
         """Raise JoinedLateError if the receiver has handled that message of ``service`` as recorded."""
@@ -446,7 +469,7 @@ class Simulation:
                     return
                 receiver.refuse_early()
         sent = Sent(message, slot, number)
-        stream.queue.append(sent)
+        self._streams.queue(service, receiver).append(sent)
         if slot is None or slot[0] <= receiver.reached:
             if slot is None and number is None:
                 return  # it was in flight at the end of the log, and still is
@@ -554,7 +577,7 @@ class Simulation:
         if text and (is_new or self.broken is None):
             inputs = sum(one.log.count_inputs(one.reached) for one in self.services.values())
             cut = {name: one.reached for name, one in self.services.items()}
-            slot = next(iter(self._slots[place[1] :]), None)
+            slot = next(iter(self._slots()[place[1] :]), None)
             message = b"" if slot is None or slot.batch.kind == BatchKind.INITIAL else slot.message
             broken = Broken(service.name, place, time_ns, text, message, inputs, cut)
             self.broken = self.broken or broken
