@@ -165,8 +165,8 @@ class _Live:
         """Say at which record the process has ended, and which code did it."""
         at = os.pread(note, NOTE_SIZE_BYTES, 0).decode().split()
         hangs = any(line.startswith("Timeout (") for line in said)
-        if not at or (status == 1 and not hangs):
-            reason = said[-1] if said else f"status {status}"
+        reason = said[-1] if said else f"status {status}"
+        if not at or reason.startswith("error: "):
             raise FailedError(reason.removeprefix("error: "))
         name, record, side = at[0], int(at[1]), at[2]
         text = f"the {side} code {'does not end' if hangs else f'ends its process (status {status})'}"

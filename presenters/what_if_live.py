@@ -87,11 +87,8 @@ class LiveReport:
     @property
     def line(self) -> str:
         """All in one line."""
-        messages, same, different = (
-            sum(one.messages for one in self.totals),
-            sum(one.same for one in self.totals),
-            self._counts.total(),
-        )
+        messages, same = (sum(getattr(one, name) for one in self.totals) for name in ("messages", "same"))
+        different = self._counts.total()
         lag_s = max(one.lag_s for one in self.totals)
         return f"{counted(messages, 'message')}, {same:,} calls the same, {different:,} different, {lag_s:.1f} s behind"
 

@@ -6,7 +6,7 @@ Nothing is kept of the log. Where both send the same bytes for a record, no mess
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from msgspec import Struct
 
@@ -65,20 +65,8 @@ class Screening:
         self._begins = begins
         self._due: object = None  # the due times that were reported as different
         self._verdicts: dict[int, list[Verdict]] = defaultdict(list)  # of the log, by record
-        self._note(source.summary().verdicts)
-
-    def know(self, verdicts: Iterable[Verdict]) -> None:
-        """Take new verdicts of a log that grows, before the next record."""
-        verdicts = [one for one in verdicts if one.sequence_id > self.sequence_id]
-        for player in (self.old, self.new):
-            player.session.give_verdicts(verdicts)
-        self._verdicts.clear()
-        self._note(verdicts)
-
-    def _note(self, verdicts: Iterable[Verdict]) -> None:
-        for one in verdicts:
-            if one.sequence_id > self.sequence_id:
-                self._verdicts[one.sequence_id].append(one)
+        for one in source.summary().verdicts:
+            self._verdicts[one.sequence_id].append(one)
 
     def give(self, record: LoggedRecord) -> RecordDifference | None:
         """Give both the next record; return what differs, None if nothing does.
@@ -144,9 +132,9 @@ class Screening:
         was, now = ("none" if one is None else time_text(one) for one in due)
         return f"the next timer: was {was}; would be {now}"
 
-    def problem(self) -> str:
-        """Describe where the old code left the log; "" if nothing shows that it did."""
-        return self._proving.difference(self.name, self.old.methods)
+    def problem(self, unsure: Collection[str] = ()) -> str:
+        """Describe where the old code left the log; "" if nothing shows that it did. ``unsure``: as of ProvingSink."""
+        return self._proving.difference(self.name, self.old.methods, unsure)
 
     def states_differ(self) -> bool:
         """End both runs, and return True if their states at the end differ.

@@ -127,6 +127,7 @@ class Shadow:
         self._digest = ""  # of the kept code that runs
         self._versions = 0
         self._other = ""  # what was told last
+        self._unsure: set[str] = set()  # destinations to which positions can't be compared
         self._retry_s = 0.0
         self._said = ""
         self._messages = self._same = 0
@@ -152,7 +153,7 @@ class Shadow:
             own = OwnCode(kept.app, kept.archive(self._folder))
         old = load_definition(own.app, own.archive)
         steps = Screening(self._reader, route, old, self._new, begins=lambda side: self._note(steps.sequence_id, side))
-        self._versions, self._other = len(summary.versions), ""
+        self._versions, self._other, self._unsure = len(summary.versions), "", set()
         text = f"from checkpoint {route.checkpoint.checkpoint_id} ({place_of(route.checkpoint)}) on"
         if -1 < mark.reported < steps.sequence_id:
             text += f"; records {mark.reported + 1} to {steps.sequence_id} are not compared"
@@ -210,7 +211,9 @@ class Shadow:
         at, sent = record.sequence_id, steps.sent
         try:
             found = steps.give(record)
-            if problem := steps.problem():
+            if steps.problem(self._unsure):
+                self._unsure = self._new_impulses(steps)
+            if problem := steps.problem(self._unsure):
                 raise ReplayError(f"there is nothing to compare with: {problem}")
         except ReplayError as error:
             self._end(str(error), at)
@@ -226,6 +229,15 @@ class Shadow:
             self._end(f"the new code stops at record {at}", at)
         elif steps.new.tasks.count > steps.old.tasks.count + WAITING_MAX:
             self._end(f"over {WAITING_MAX:,} handlers of the new code wait for answers that the log does not have", at)
+
+    def _new_impulses(self, steps: Screening) -> set[str]:
+        """Return to whom the app has sent impulses since: they have positions of which the run does not know."""
+        marks = steps.old.route.checkpoint.outputs
+        return {
+            one.destination
+            for one in self._reader.summary().impulses
+            if one.destination not in marks or one.first_position > marks[one.destination].position
+        }
 
     def _end(self, why: str, behind: int) -> None:
         """End this run: the next one begins at a checkpoint after the record ``behind``."""
@@ -305,13 +317,13 @@ class Shadow:
             old, new = (describe_state(one.definition, one.instance, one.tasks.save()) for one in sides)
         except StateError:  # it is too deep: its calls are compared
             return
-        for one in islice(differences(old, new), SHOWN_MAX):
-            if one.path not in self._paths and len(self._paths) < PATHS_MAX:
-                self._paths.add(one.path)
-                values = one.to_json()
-                text = f"the state: {one.path}: was {value_text(values, 'old')}; would be {value_text(values, 'new')}"
-                where = self.name, "state", self.name, "", steps.sequence_id, None
-                self._emit(Found(*where, time.time_ns(), self._lag_s, text))
+        unknown = (one for one in differences(old, new) if one.path not in self._paths)
+        for one in islice(unknown, min(SHOWN_MAX, PATHS_MAX - len(self._paths))):
+            self._paths.add(one.path)
+            values = one.to_json()
+            text = f"the state: {one.path}: was {value_text(values, 'old')}; would be {value_text(values, 'new')}"
+            where = self.name, "state", self.name, "", steps.sequence_id, None
+            self._emit(Found(*where, time.time_ns(), self._lag_s, text))
         self._states_due_s = begun_s + STATES_SHARE * (time.monotonic() - begun_s)
 
     def _tell(

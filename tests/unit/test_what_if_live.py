@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 import immortal
-from immortal import Immortal, peer, rpc, upgrades
+from immortal import Immortal, impulse, peer, rpc, upgrades
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.coordinator.core.errors import LogUnavailableError
 from immortal.coordinator.instances.registry import Registry
@@ -35,6 +35,9 @@ class Till(Immortal):
     def sell(self, count: int) -> int:
         self.sold += count
         return self.sold
+
+    @impulse
+    def noted(self, count: int) -> None: ...
 
 
 class Shop(Immortal):
@@ -230,6 +233,14 @@ def test_it_begins_again_behind_an_upgrade(scene: Scene) -> None:
     assert begun.startswith("from checkpoint ")
     scene.shop.call(NewShop.order, 1)
     assert texts(scene.follow(shadow)) == []
+
+
+def test_impulses_to_others_are_no_calls_of_handlers(scene: Scene) -> None:
+    shadow = scene.shadow(Twice)
+    for count in range(1, 4):
+        scene.shop.run_hook(lambda shop, impulses: impulses.till.noted(7))
+        scene.shop.call(Shop.order, count)
+        assert f"would be Till.sell({2 * count})" in texts(scene.follow(shadow))[-1]
 
 
 def test_a_log_that_is_away_is_waited_for(scene: Scene) -> None:
