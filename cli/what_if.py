@@ -33,7 +33,7 @@ from immortal.coordinator.config.values import check_app
 from immortal.coordinator.core.output.output_check import Divergence, OutputDivergenceError
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log.identity import Time
+from immortal.coordinator.log.identity import Time, parse_duration_ns
 from immortal.coordinator.service.process import die_with_parent
 from immortal.presenters.what_if import DIFFERENT, Report
 from immortal.protocol.command_line import FailedError, echo, echo_json, echo_lines, json_option
@@ -230,6 +230,19 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     return value
 
 
+def _duration_ns(ctx: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    duration_ns = None if value is None else parse_duration_ns(value)
+    if value is not None and duration_ns is None:
+        raise click.BadParameter(f"{value!r}: a duration was expected, such as 90s, 10m, 2h or 1d")
+    return duration_ns
+
+
+def _time_ns(option: str, moment: int | Time | None) -> int | None:
+    if isinstance(moment, int):
+        raise FailedError(f"{option} {moment}: a time was expected, such as 2026-05-01T12:00")
+    return None if moment is None else moment.ns
+
+
 @click.command("what-if --fleet")
 @click.option(
     "--change",
@@ -287,6 +300,18 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     metavar="FOLDER",
     help="Write Parquet tables: differences, states and outcomes.",
 )
+@click.option("--live", is_flag=True, help="Follow the running services: compare each record as it is logged.")
+@click.option(
+    "--for",
+    "duration_ns",
+    callback=_duration_ns,
+    metavar="DURATION",
+    help="With --live: end after so long, such as 1h.",
+)
+@click.option(
+    "--consequences", is_flag=True, help="With --live: run the whole fleet from time to time, for what follows in it."
+)
+@click.option("--shadow", hidden=True, help="What a process of --live is given.")
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -309,6 +334,10 @@ def _fleet(
     git_range: str | None,
     page: Path | None,
     tables: Path | None,
+    live: bool,
+    duration_ns: int | None,
+    consequences: bool,
+    shadow: str | None,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -317,7 +346,18 @@ def _fleet(
     Changed calls travel: the other services' own code handles them, and answers. Inputs from outside are the recorded
     ones; nothing is sent, and logs are only read. The exit status is 0 if nothing would be different, 3 if something
     would, 1 if it could not be tried.
+
+    With --live the changed code shadows the running services until Ctrl-C: it gets each input as it is logged.
     """
+    if not live and (consequences or duration_ns is not None):
+        raise click.UsageError("--for and --consequences are for --live")
+    if live:
+        not_live = {"--to": end, "--bisect": git_range, "--parquet": tables}
+        of_fleet = {"--check": check, "--answer": answer, "--effects": effects != "fail", "--seeds": seeds > 1}
+        given = [option for option, value in {**not_live, **({} if consequences else of_fleet)}.items() if value]
+        if given or effects == "ask":
+            which = " or with --consequences alone" if of_fleet.keys() & given else ""
+            raise click.UsageError(f"{', '.join(given) or '--effects ask'}: not with --live{which}")
     if git_range is not None:
         if page is not None or tables is not None or effects == "ask":
             raise click.UsageError("--bisect tries many commits: --html, --parquet and --effects ask are for one")
@@ -334,6 +374,17 @@ def _fleet(
         check_folder("--html", page)
     if tables is not None and tables.exists():
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
+    begin_ns, end_ns = (_time_ns(option, moment) for option, moment in (("--from", begin), ("--to", end)))
+    if live:
+        from immortal.cli.what_if_live import run_live, run_shadows
+
+        if shadow is None:
+            own = ctx.meta["arguments"]
+            whole = [*_without(own, ("--for", "--html", "--from"), ("--live", "--consequences", "--json")), "--json"]
+            follow_on = (lambda more: _child(ctx, [*whole, *more])) if consequences else None
+            how = dict(changes), duration_ns, page
+            sys.exit(run_live(lambda more: _child(ctx, [*own, *more]), *how, consequences=follow_on, as_json=as_json))
+        sys.exit(run_shadows(registry.home, dict(changes), shadow, code, begin_ns, handler_limit, trust_pickle))
     cluster = ctx.meta.get("cluster")  # of what_if_spark
     if os.environ.get(_HASH_SEED) != "0" and not cluster:  # sets need the apps' order; and an end is reported
         sys.exit(_in_child(ctx, asks=effects == "ask"))
@@ -341,11 +392,6 @@ def _fleet(
     from immortal.replay.fleet.player import seal_process
     from immortal.replay.fleet.report import outcome_lines
 
-    times = []
-    for option, moment in (("--from", begin), ("--to", end)):
-        if isinstance(moment, int):
-            raise FailedError(f"{option} {moment}: a time was expected, such as 2026-05-01T12:00")
-        times.append(None if moment is None else moment.ns)
     functions = {
         name: None if text is None else load_function(text) for name, text in (("answer", answer), ("check", check))
     }
@@ -358,8 +404,8 @@ def _fleet(
             registry.home,
             dict(changes),
             code=code,
-            begin_ns=times[0],
-            to_ns=times[1],
+            begin_ns=begin_ns,
+            to_ns=end_ns,
             effects=_ask() if effects == "ask" else effects if effects in _EFFECTS else load_function(effects),
             answer=functions["answer"],
             check=functions["check"],
@@ -474,13 +520,17 @@ def _ask() -> Answer:
     return ask
 
 
-def _run_child(ctx: click.Context, arguments: list[str], *, asks: bool = False) -> subprocess.CompletedProcess[bytes]:
+def _child(ctx: click.Context, arguments: list[str]) -> dict[str, Any]:
+    """Return how subprocess starts this command with other arguments."""
     home = str(ctx.find_root().params["home"])
     command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *arguments]
-    stderr = None if asks else subprocess.PIPE
-    env = {**os.environ, _HASH_SEED: "0"}
     ends_with_us = die_with_parent(os.getpid())  # code that hangs would go on for ever
-    return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=stderr, check=False, preexec_fn=ends_with_us)
+    return {"args": command, "env": {**os.environ, _HASH_SEED: "0"}, "preexec_fn": ends_with_us}
+
+
+def _run_child(ctx: click.Context, arguments: list[str], *, asks: bool = False) -> subprocess.CompletedProcess[bytes]:
+    stderr = None if asks else subprocess.PIPE
+    return subprocess.run(**_child(ctx, arguments), stdout=subprocess.PIPE, stderr=stderr, check=False)
 
 
 def _in_child(ctx: click.Context, *, asks: bool) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -322,9 +322,12 @@ class ProvingSink(CheckingSink):
         methods = {} if result.description is None else result.description.methods
         return self.difference(name, methods)
 
-    def difference(self, name: str, methods: Methods) -> str:
-        """Describe where the replay has left the log so far; "" if nothing shows that it did."""
+    def difference(self, name: str, methods: Methods, unsure: Collection[str] = ()) -> str:
+        """Describe where the replay has left the log so far; "" if nothing shows that it did. ``unsure``: destinations
+        whose positions say nothing."""
         for finding in self.findings():
+            if finding.destination in unsure:
+                continue
             if finding.divergence is not None:
                 return format_divergence(finding.divergence, name, methods, shown=1)
             return f"{name!r} does not do again what it did before: its calls to itself are others than in the log"

@@ -198,6 +198,12 @@ class MomentError(LogError):
     """Raised if a text is not a moment, or names a moment that the log does not have."""
 
 
+def parse_duration_ns(text: str) -> int | None:
+    """Return the duration that ``text`` gives, such as "90s", "10m", "2h" or "7d"; None for another text."""
+    matched = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
+    return None if matched is None else int(matched[1]) * _UNIT_S[matched[2]] * 10**9
+
+
 def parse_moment(text: str) -> int | Time:
     """Return the sequence ID or time that ``text`` gives. A time without a zone is UTC; "10m" means before now.
 
@@ -205,8 +211,8 @@ def parse_moment(text: str) -> int | Time:
     """
     if text.isascii() and text.isdecimal() and len(text) < 19:
         return int(text)
-    if matched := re.fullmatch(r"([0-9]{1,9})([smhd])", text):
-        return Time(max(0, clock.time_ns() - int(matched[1]) * _UNIT_S[matched[2]] * 10**9))
+    if (since_ns := parse_duration_ns(text)) is not None:
+        return Time(max(0, clock.time_ns() - since_ns))
     try:
         time = datetime.fromisoformat(text)
     except ValueError:

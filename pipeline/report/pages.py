@@ -171,12 +171,13 @@ class Part(NamedTuple):
     tree: Sequence[Any] = ()
 
 
-def page(title: str, about: str, parts: Sequence[Part], texts: Sequence[str]) -> str:
-    """Return a page as HTML. ``texts``: heads of the columns that hold no numbers."""
+def page(title: str, about: str, parts: Sequence[Part], texts: Sequence[str], *, refresh_s: int = 0) -> str:
+    """Return a page as HTML. ``texts``: heads of the columns that hold no numbers. ``refresh_s``: a browser loads it
+    again after so long."""
     pages = Environment(loader=PackageLoader("immortal.pipeline.report", ""), autoescape=True)
     pages.filters["printable"] = printable
     values = {"title": title, "about": about, "parts": parts, "texts": texts, "rows_max": ROWS_MAX}
-    return pages.get_template("page.html").render(values)
+    return pages.get_template("page.html").render(values, refresh_s=refresh_s)
 
 
 def stats_page(stats: Stats) -> str:

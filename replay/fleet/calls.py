@@ -141,7 +141,7 @@ class CallComparison:
     @staticmethod
     def _began(service: Service, message: bytes, *, is_new: bool) -> Place | None:
         """Return what began the execution that makes an awaited call; None if it is none, or began before the run."""
-        if (number := _number_of_awaited(rpc_of(message))) is None:
+        if (number := number_of_awaited(rpc_of(message))) is None:
             return None
         if not is_new:
             return service.recorded.draws.began(service.recorded.draws.task_of(number))
@@ -153,12 +153,13 @@ class CallComparison:
         """Note a changed call's old number: answers have it."""
         if one.kind != "changed" or one.old is None or one.new is None:
             return
-        then, now = _number_of_awaited(rpc_of(one.old)), _number_of_awaited(rpc_of(one.new))
+        then, now = number_of_awaited(rpc_of(one.old)), number_of_awaited(rpc_of(one.new))
         if then is not None and now is not None:
             self._once[service.name, now] = then
 
 
-def _number_of_awaited(rpc: IncomingRpc) -> int | None:
+def number_of_awaited(rpc: IncomingRpc) -> int | None:
+    """Return the number of a call whose caller waits for the answer; None for other messages."""
     if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
         return None
     return decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int)

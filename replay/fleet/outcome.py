@@ -445,6 +445,28 @@ def _known(text: str) -> str:
     return _NEW_CALL.sub(r"\1 a new call", text)
 
 
+def call_text(message: bytes, destination: str, methods: Methods) -> str:
+    return _known(format_call(message, destination, methods))
+
+
+def kind_of_call(service: str, destination: str, message: bytes, methods: Methods) -> tuple[str, str]:
+    """Return the receiver and the handler of a call of ``service``."""
+    rpc = rpc_of(message)
+    name = method_name(rpc.method_id, rpc.kind, destination, methods)
+    handler = f"{'' if rpc.kind == RpcKind.CALL else 'the answer of '}{name or f'method {rpc.method_id}'}"
+    return "clients" if destination == CLIENTS else destination or service, handler
+
+
+def difference_text(kind: str, old: str | None, new: str | None) -> str:
+    """Describe a difference of ``kind``. ``old``, ``new``: the call in words, None where it was or would be none."""
+    return {
+        "changed": f"was {old}; would be {new}",
+        "added": f"would be {new}",
+        "missing": f"was {old}; would not be",
+        "moved": f"moved: {new or old}",
+    }[kind]
+
+
 class _Words:
     """Descriptions in words of one simulation's differences."""
 
@@ -460,26 +482,15 @@ class _Words:
         return self.kind(one.service, one.destination, one.message)
 
     def kind(self, service: str, destination: str, message: bytes) -> tuple[str, str]:
-        """Return the receiver and the handler of a call."""
-        rpc = rpc_of(message)
-        name = method_name(rpc.method_id, rpc.kind, destination, self._methods(service))
-        handler = f"{'' if rpc.kind == RpcKind.CALL else 'the answer of '}{name or f'method {rpc.method_id}'}"
-        return "clients" if destination == CLIENTS else destination or service, handler
+        return kind_of_call(service, destination, message, self._methods(service))
 
     def of(self, number: int) -> str:
         """Describe a difference: the message that caused it, the call then and now."""
         one = self._simulation.differences[number]
-        old, new = self._sides(one)
         record, message = _place(one.place)
         where = f"record {record}, message {message}" if record is not None else "a message that the log does not have"
-        made = self._input(one)
-        text = {
-            "changed": f"was {old}; would be {new}",
-            "added": f"would be {new}",
-            "missing": f"was {old}; would not be",
-            "moved": f"moved: {new or old}",
-        }[one.kind]
-        return f"{one.service}, {where}{made} -> {self.kind_of(one)[0]}: {text}"
+        place = f"{one.service}, {where}{self._input(one)}"
+        return f"{place} -> {self.kind_of(one)[0]}: {difference_text(one.kind, *self._sides(one))}"
 
     def difference(self, number: int) -> CallDifference:
         one = self._simulation.differences[number]
@@ -489,9 +500,7 @@ class _Words:
     def _sides(self, one: Difference) -> tuple[str | None, str | None]:
         """Return the call in the record and the call under the change."""
         methods = self._methods(one.service)
-        old, new = (
-            None if call is None else _known(format_call(call, one.destination, methods)) for call in (one.old, one.new)
-        )
+        old, new = (None if call is None else call_text(call, one.destination, methods) for call in (one.old, one.new))
         return old, new
 
     def _input(self, one: Difference) -> str:
@@ -509,7 +518,7 @@ class _Words:
 
     def call(self, service: str, message: bytes) -> str:
         """A message that came to a service."""
-        return _known(format_call(message, "", self._methods(service)))
+        return call_text(message, "", self._methods(service))
 
     def first(self, service: Service) -> First | None:
         for number, one in enumerate(self._simulation.differences):

@@ -140,15 +140,16 @@ def outputs_in(said: bytes, name: str, runs: Iterable[tuple[str, range]]) -> Ite
             return  # of an upgrade; its blob is no message
 
 
-def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
-    """Plan a run from the oldest sound checkpoint, or from the newest up to ``not_after_ns``. Raises ReplayError."""
+def first_checkpoint(source: RecordSource, not_after_ns: int | None, behind: int = -1) -> Route:
+    """Plan a run from the oldest sound checkpoint, or from the newest up to ``not_after_ns``; from none before the
+    record ``behind``. Raises ReplayError."""
     summary = source.summary()
     name = source.identity.instance_name
     if summary.extensions is None:
         raise ReplayError(f"{name}: the log is empty: the instance has never completed its first start")
     if not summary.extensions:
         raise ReplayError(f"{name}: its app speaks the base protocol, and can't be run here")
-    headers = usable_checkpoints(summary)
+    headers = [one for one in usable_checkpoints(summary) if one.sequence_id >= behind]
     if not_after_ns is not None:
         early = [one for one in headers if one.time_ns <= not_after_ns]
         headers = [*reversed(early), *headers[len(early) :]]

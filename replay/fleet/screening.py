@@ -6,7 +6,7 @@ Nothing is kept of the log. Where both send the same bytes for a record, no mess
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 
 from msgspec import Struct
 
@@ -41,6 +41,7 @@ class Screening:
     """Run of old and new code of one service over the same records, from the checkpoint of ``route`` on.
 
     The recorded inputs go to both, also after a difference. ``messages``: given so far; ``sent``: by the old code.
+    ``begins``: called with "old" and "new" before that code handles a record.
     Raises ReplayError if a class does not take the state, or the log was handled by more than one version.
     """
 
@@ -51,6 +52,7 @@ class Screening:
         old: Definition,
         new: Definition,
         outsiders: frozenset[str] = frozenset(),
+        begins: Callable[[str], object] = lambda side: None,
     ) -> None:
         self.name = source.identity.instance_name
         if route.versions:
@@ -60,22 +62,11 @@ class Screening:
         self._proving = ProvingSink(source, route)
         self.old = Player(source, route, old, self._proving, outsiders=outsiders)
         self.new = Player(source, route, new, Sink(), is_new=True, outsiders=outsiders)
+        self._begins = begins
         self._due: object = None  # the due times that were reported as different
         self._verdicts: dict[int, list[Verdict]] = defaultdict(list)  # of the log, by record
-        self._note(source.summary().verdicts)
-
-    def know(self, verdicts: Iterable[Verdict]) -> None:
-        """Take new verdicts of a log that grows, before the next record."""
-        verdicts = [one for one in verdicts if one.sequence_id > self.sequence_id]
-        for player in (self.old, self.new):
-            player.session.give_verdicts(verdicts)
-        self._verdicts.clear()
-        self._note(verdicts)
-
-    def _note(self, verdicts: Iterable[Verdict]) -> None:
-        for one in verdicts:
-            if one.sequence_id > self.sequence_id:
-                self._verdicts[one.sequence_id].append(one)
+        for one in source.summary().verdicts:
+            self._verdicts[one.sequence_id].append(one)
 
     def give(self, record: LoggedRecord) -> RecordDifference | None:
         """Give both the next record; return what differs, None if nothing does.
@@ -87,6 +78,7 @@ class Screening:
         self.messages += count
         self._proving.record(record.sequence_id, record.value, record.trailer)
         old, new = self.old, self.new
+        self._begins("old")
         was = old.give_logged(record)
         if was.stopped:
             raise ReplayError(f"{self.name}: {old.definition.name}, the code of the log, stops at {was.stopped}")
@@ -94,6 +86,7 @@ class Screening:
         if new.ended is not None:
             return None
         new.tasks.told(was.draws)
+        self._begins("new")
         now = new.give_logged(record)
         calls = [] if was.said == now.said else self._compare(record, was, now)
         fates = self._fates(record.sequence_id, was, now)
@@ -139,12 +132,16 @@ class Screening:
         was, now = ("none" if one is None else time_text(one) for one in due)
         return f"the next timer: was {was}; would be {now}"
 
+    def problem(self, unsure: Collection[str] = ()) -> str:
+        """Describe where the old code left the log; "" if nothing shows that it did. ``unsure``: as of ProvingSink."""
+        return self._proving.difference(self.name, self.old.methods, unsure)
+
     def states_differ(self) -> bool:
         """End both runs, and return True if their states at the end differ.
 
         Raises ReplayError if they can't be had, or if the old code did not do what is in the log.
         """
-        if problem := self._proving.difference(self.name, self.old.methods):
+        if problem := self.problem():
             raise ReplayError(never_was(self.name, problem))
         blobs = [player.finish(self.sequence_id) for player in (self.old, self.new)]
         if blobs[0] == blobs[1]:
