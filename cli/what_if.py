@@ -211,7 +211,7 @@ class _Change(click.ParamType):  # type: ignore[type-arg]
 _EFFECTS = ("fail", "by-key", "ask")
 
 
-def _function(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def function_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     words = _EFFECTS if parameter.name == "effects" else ()
     if value is not None and ":" not in value and value not in words:
         expected = " or ".join((*words, "a function"))
@@ -236,15 +236,15 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     "--effects",
     default="fail",
     show_default=True,
-    callback=_function,
+    callback=function_name,
     metavar="fail|by-key|ask|MODULE:FUNCTION",
     help="What comes for effects that the logs have no result of.",
 )
 @click.option(
-    "--answer", callback=_function, metavar="MODULE:FUNCTION", help="Answers new calls to services without a log."
+    "--answer", callback=function_name, metavar="MODULE:FUNCTION", help="Answers new calls to services without a log."
 )
 @click.option(
-    "--check", callback=_function, metavar="MODULE:FUNCTION", help="What is to hold for the services' states."
+    "--check", callback=function_name, metavar="MODULE:FUNCTION", help="What is to hold for the services' states."
 )
 @click.option(
     "--handler-limit",
@@ -315,17 +315,13 @@ def _fleet(
         check_folder("--html", page)
     if tables is not None and tables.exists():
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
-    if os.environ.get(_HASH_SEED) != "0":  # sets need the apps' order; and an end of the process is reported
-        sys.exit(_in_child(ctx, asks=effects == "ask"))
+    if (status := in_child(ctx, asks=effects == "ask")) is not None:
+        sys.exit(status)
     from immortal.replay.fleet.opening import load_function, what_if
     from immortal.replay.fleet.player import seal_process
     from immortal.replay.fleet.report import outcome_lines
 
-    times = []
-    for option, moment in (("--from", begin), ("--to", end)):
-        if isinstance(moment, int):
-            raise FailedError(f"{option} {moment}: a time was expected, such as 2026-05-01T12:00")
-        times.append(None if moment is None else moment.ns)
+    times = times_of(begin, end)
     functions = {
         name: None if text is None else load_function(text) for name, text in (("answer", answer), ("check", check))
     }
@@ -360,6 +356,16 @@ def _fleet(
 
         write_tables(outcome, tables)
     sys.exit(DIFFERENT if outcome.is_different else 0)
+
+
+def times_of(begin: int | Time | None, end: int | Time | None) -> list[int | None]:
+    """Return the times of --from and --to in ns since the Unix epoch. Raises FailedError for a record's number."""
+    times = []
+    for option, moment in (("--from", begin), ("--to", end)):
+        if isinstance(moment, int):
+            raise FailedError(f"{option} {moment}: a time was expected, such as 2026-05-01T12:00")
+        times.append(None if moment is None else moment.ns)
+    return times
 
 
 def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool, as_json: bool) -> int:
@@ -440,21 +446,27 @@ def _ask() -> Answer:
 
 
 def _run_child(ctx: click.Context, arguments: list[str], *, asks: bool = False) -> subprocess.CompletedProcess[bytes]:
-    home = str(ctx.find_root().params["home"])
-    command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *arguments]
+    home, words = str(ctx.find_root().params["home"]), (ctx.info_name or "").split()
+    command = [sys.executable, "-P", "-m", "immortal", "--home", home, *words, *arguments]
     stderr = None if asks else subprocess.PIPE
     env = {**os.environ, _HASH_SEED: "0"}
     ends_with_us = die_with_parent(os.getpid())  # code that hangs would go on for ever
     return subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=stderr, check=False, preexec_fn=ends_with_us)
 
 
-def _in_child(ctx: click.Context, *, asks: bool) -> int:
+def in_child(ctx: click.Context, *, asks: bool = False) -> int | None:
+    """Run this command again in a process with the hash seed of apps, and return its status; None: this is that one.
+
+    So sets have the apps' order, and an end of the process is reported. ``ctx.meta["arguments"]``: the command's own.
+    """
+    if os.environ.get(_HASH_SEED) == "0":
+        return None
     done = _run_child(ctx, ctx.meta["arguments"], asks=asks)
     for output, is_error in ((done.stdout, False), (done.stderr or b"", True)):
         echo_lines(output.decode("utf-8", "replace").splitlines(), err=is_error)
     if done.returncode < 0 or done.returncode not in (0, 1, 2, DIFFERENT):
         raise FailedError(
-            f"the code ended the process of the what-if (status {done.returncode}): what it did so far is lost; try"
+            f"the code ended the process of {ctx.info_name} (status {done.returncode}): what it did so far is lost; try"
             " --to with an earlier time"
         )
     return done.returncode
