@@ -92,9 +92,13 @@ def _texts(value: object) -> Iterator[str]:
 
 
 class Given(Struct):
-    """Input with the message that gives it. ``sender``: the client, or the instance whose impulse or call it is."""
+    """Input with the message that gives it. ``sender``: the client, or the instance whose impulse or call it is.
+
+    ``record``: the record that has it; ``at_ns``: when it is sent.
+    """
 
     input: Input
+    record: int
     sender: str
     rpc: IncomingRpc
     arguments: list[msgspec.Raw]
@@ -275,7 +279,7 @@ class Inputs:
                 self._note_answer(name, record, slot.source, rpc)
                 return
         if record.time_ns >= self._begin_ns:
-            self._give(name, kind, sender, rpc, record.time_ns, at_ns)
+            self._give(name, kind, sender, rpc, record, at_ns)
 
     def _note_answer(self, name: str, record: LoggedRecord, sender: str, rpc: IncomingRpc) -> None:
         number, *values = decoding.decode(rpc.arguments, type=list[msgspec.Raw])
@@ -287,7 +291,7 @@ class Inputs:
             result = Result(name, method, asked_ns, record.time_ns - asked_ns, raised, values)
             self.results.add((sender, name, method_id), encoded, result)
 
-    def _give(self, name: str, kind: str, sender: str, rpc: IncomingRpc, time_ns: int, at_ns: int) -> None:
+    def _give(self, name: str, kind: str, sender: str, rpc: IncomingRpc, record: LoggedRecord, at_ns: int) -> None:
         definition = self._codes[name]
         handler = definition.by_method_id.get(rpc.method_id)
         if handler is None:
@@ -297,5 +301,5 @@ class Inputs:
         raws = raws[2:] if rpc.rpc_type == RpcType.ASYNC else raws
         parameters = definition.codec(handler).signature.parameters
         arguments = {one: decoding.decode(raw) for one, raw in zip(parameters, raws, strict=False)}
-        one = Input(name, kind, f"{definition.name}.{handler.name}", arguments, time_ns)
-        self.given.append(Given(one, sender, rpc, raws, at_ns))
+        one = Input(name, kind, f"{definition.name}.{handler.name}", arguments, record.time_ns)
+        self.given.append(Given(one, record.sequence_id, sender, rpc, raws, max(at_ns, self._begin_ns)))

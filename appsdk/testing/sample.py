@@ -37,14 +37,14 @@ from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.open import place_of
 from immortal.protocol import decoding, kept_code
-from immortal.protocol.client_frames import CLIENTS, ClientFrame, ClientFrameType, encode_request
+from immortal.protocol.client_frames import CLIENTS, ClientCode, ClientFrame, ClientFrameType, encode_request
 from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType, encode_incoming_rpc
 from immortal.replay.fleet.opening import load_definition, opened_fleet, what_if
 from immortal.replay.fleet.player import Log, Recorded, first_checkpoint, sealed
 from immortal.replay.fleet.report import outcome_lines
 from immortal.replay.plan import ReplayError
 
-_NO_LIMIT = 1 << 40
+_NO_LIMIT = 1 << 62
 _WORD_SIZE_MIN = 4  # characters: shorter texts that were replaced can be there by chance
 
 
@@ -314,6 +314,8 @@ class _SampleWorld(World):
         client_span_max=_NO_LIMIT,
         requests_open_max=_NO_LIMIT,
         checkpoint_trigger_bytes=_NO_LIMIT,
+        clients_max=_NO_LIMIT,
+        client_keep_ns=_NO_LIMIT,
     )
 
     def __init__(self, fleet: Fleet, inputs: Inputs) -> None:
@@ -324,6 +326,11 @@ class _SampleWorld(World):
         self._clients: dict[str, str] = {}
         self._numbers: dict[tuple[str, str], int] = {}
         self._calls = itertools.count(1)
+        self._refused: list[str] = []
+
+    def reply_to_client(self, effect: ef.ReplyToClient) -> None:
+        if effect.frame.code:
+            self._refused.append(effect.frame.reason or ClientCode(effect.frame.code).name)
 
     def make_app(self, node: Node, definition: Definition, seed: bytes) -> LocalApp:
         effects = _RecordedEffects(node.name, self._inputs.results, lambda: self.now_ns)
@@ -344,9 +351,10 @@ class _SampleWorld(World):
             node = self.add(name, codes.get(name))
             first = self._fleet[name].log.records[0].time_ns if name in codes else 0
             actions.append((max(begin_ns, first), node.start))
-        actions.sort(key=lambda one: one[0])
-        for time_ns, some in itertools.groupby(kept, key=lambda one: one.at_ns):
+        together = itertools.groupby(kept, key=lambda one: (one.at_ns, one.input.service, one.record, one.input.kind))
+        for (time_ns, *_), some in together:
             actions.append((time_ns, partial(self._give, list(some), hides_clients=hides_clients)))
+        actions.sort(key=lambda one: one[0])  # of one time, starts come first
         try:
             for time_ns, action in actions:
                 self.advance_to(time_ns)
@@ -358,6 +366,8 @@ class _SampleWorld(World):
             for name in codes:
                 self.nodes[name].handle(ev.CheckpointRequested())
             self.run()
+            if self._refused:
+                raise ReplayError(f"{len(self._refused):,} requests were refused: {self._refused[0]}")
         except Exception as error:  # also of a handler that stops its service
             where = f" at {time_text(self.now_ns)}" if self.now_ns else ""
             text = f"the sample stops{where}: {type(error).__name__}: {error}"
@@ -370,7 +380,7 @@ class _SampleWorld(World):
         return min((one for one in due if one is not None), default=None)
 
     def _give(self, some: Iterable[Given], *, hides_clients: bool) -> None:
-        """Give inputs of one time: those to one service together, as then."""
+        """Give inputs that came together then, in one record."""
         requests: dict[str, list[ev.Event]] = defaultdict(list)
         for one in some:
             name, rpc, raws = one.input.service, one.rpc, one.arguments

@@ -310,6 +310,9 @@ class _Peers(_Port, PlainPeers):
     def reply(self, effect: ef.ReplyToPeer) -> None:
         self._node.world.network.reply(self._node, effect)
 
+    def reply_to_client(self, effect: ef.ReplyToClient) -> None:
+        self._node.world.reply_to_client(effect)
+
 
 class _Clock(_Port):
     def now_ns(self) -> int:
@@ -377,6 +380,9 @@ class World:
     def add(self, name: str, definition: Definition | None) -> Node:
         node = self.nodes[name] = Node(self, name, definition, len(self.nodes) + 1)
         return node
+
+    def reply_to_client(self, effect: ef.ReplyToClient) -> None:
+        """Drop the reply: a test has no clients."""
 
     def make_outside(self, node: Node) -> OutsideApp:
         """Make the app of a node without a class."""

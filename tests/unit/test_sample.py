@@ -21,6 +21,8 @@ from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.log import LogReader
 from immortal.protocol.client_frames import ClientFrame, ClientFrameType, encode_request
+from immortal.replay.fleet.opening import opened_fleet
+from immortal.replay.fleet.player import Log
 from immortal.replay.plan import ReplayError
 from immortal.testing import Environment, Instance, assert_fleet_unchanged, sample_fleet
 from tests.helpers.homes import states, write_home
@@ -308,6 +310,36 @@ def test_of_a_trimmed_log_it_has_what_came_later(tmp_path: Path, monkeypatch: py
     made = sample_fleet(home, tmp_path / "golden")
     assert [note[:20] for note in made.notes] == ["logs were trimmed: i"]
     assert states(tmp_path / "golden")["stock"]["left"] == {"rice": 10}
+
+
+def test_a_client_of_which_some_requests_are_left_out_is_never_forgotten(tmp_path: Path) -> None:
+    env = Environment()
+    stock: Instance[Stock] = env.start(Stock, "stock")
+    stock.send(Stock.fill, "tea", 100)
+    env.run()
+    for number in range(1, 6):
+        for client in ("one", "other"):
+            ask(env, "stock", client, number, Stock.take, "tea", f"{client} {number}")
+            env.skip(hours=10)
+    home = write_home(env, tmp_path / "home", {"stock": NAMES["stock"]})
+    takers = ["one 1", "other 3", "one 5", "other 5"]
+    sample_fleet(home, tmp_path / "golden", keep=lambda one: one.arguments.get("customer", "one 1") in takers)
+    assert states(tmp_path / "golden")["stock"] == {"left": {"tea": 96}, "takers": takers}
+
+
+def test_a_service_that_began_later_begins_later(tmp_path: Path) -> None:
+    env = Environment()
+    stock: Instance[Stock] = env.start(Stock, "stock")
+    stock.send(Stock.fill, "tea", 1)
+    env.advance(days=1)
+    env.start(Shop, "shop")
+    home = write_home(env, tmp_path / "home", NAMES)
+    times: list[int] = []
+    sample_fleet(home, tmp_path / "golden", keep=lambda one: [times.append(one.time_ns)])
+    assert states(tmp_path / "golden") == states(home)
+    with opened_fleet(tmp_path / "golden", trust_pickle=False) as opened:
+        log = Log(opened.readers["stock"], opened.readers["stock"].summary().checkpoints[0], None)
+    assert [one.time_ns for one in log.records[1:]] == times
 
 
 def test_a_result_is_that_of_equal_arguments_nearest_in_time() -> None:
