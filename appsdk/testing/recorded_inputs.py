@@ -120,8 +120,9 @@ class Result(Struct, frozen=True):
 class Results:
     """Recorded answers, by what was asked. One is taken for equal arguments, else for others, and at that time."""
 
-    def __init__(self, redaction: Redaction) -> None:
+    def __init__(self, redaction: Redaction, end_ns: int) -> None:
         self._redaction = redaction
+        self._end_ns = end_ns
         self._all: dict[object, list[Result]] = defaultdict(list)
         self._taken: set[int] = set()
         self.guessed = self.missing = 0
@@ -135,11 +136,12 @@ class Results:
             results.sort(key=lambda one: one.asked_ns)
 
     def take(self, what: tuple[object, ...], encoded: bytes, now_ns: int) -> Result | None:
-        """Return the answer that was asked for nearest to this time; of those of one moment, the next one."""
-        results = self._all.get((what, encoded))
-        if results is None:
-            results = self._all.get(what)
-            self.guessed += results is not None
+        """Return the answer that was asked for nearest to this time; of those of one moment, the next one.
+
+        None if there is none, or it would come after the end.
+        """
+        equal = self._all.get((what, encoded))
+        results = equal or self._all.get(what)
         if results is None:
             self.missing += 1
             return None
@@ -150,6 +152,10 @@ class Results:
             if results[at + 1].asked_ns != results[at].asked_ns:
                 break
             at += 1
+        if now_ns + results[at].delay_ns > self._end_ns:
+            self.missing += 1
+            return None
+        self.guessed += equal is None
         self._taken.add(id(results[at]))
         return replace(results[at], values=self._redacted(results[at]))
 
@@ -210,11 +216,11 @@ class Inputs:
 
     def __init__(self, fleet: Fleet, codes: Mapping[str, Definition], redaction: Redaction, begin_ns: int) -> None:
         self.given: list[Given] = []
-        self.results = Results(redaction)
+        self.end_ns = max(recorded.log.end_ns for recorded in fleet.values())
+        self.results = Results(redaction, self.end_ns)
         self.times: dict[str, Times] = {}
         self.delays: dict[tuple[str, str], Delays] = defaultdict(Delays)
         self.unknown: dict[str, int] = defaultdict(int)
-        self.end_ns = max(recorded.log.end_ns for recorded in fleet.values())
         self._fleet = fleet
         self._codes = codes
         self._begin_ns = begin_ns

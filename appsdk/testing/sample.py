@@ -104,6 +104,8 @@ def sample_fleet(
             log = Log(opened.readers[name], route.checkpoint, to_ns)
             if log.records:
                 fleet[name] = Recorded(log, route, opened.code_of(name), frozenset())
+            if len(route.versions) > 1:
+                notes.append(f"{name}: earlier versions handled a part then; today's class handles all of the sample")
         if not fleet:
             raise ReplayError("no log has a record up to that time: give a later one")
         trimmed = [one.log.begin_ns for one in fleet.values() if one.log.checkpoint.sequence_id >= 0]
@@ -420,7 +422,7 @@ class _SampleWorld(World):
         if guessed:
             found.append(f"{guessed:,} effects or calls have the result that others had at that time")
         if missing:
-            found.append(f"{missing:,} effects or calls have no recorded result: their handlers wait")
+            found.append(f"{missing:,} effects or calls have no result up to the end: their handlers wait")
         return found
 
 

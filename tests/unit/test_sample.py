@@ -109,6 +109,14 @@ class Shop(Immortal):
         impulses.stock.fill("rice", 20)
 
 
+class Porter(Immortal):
+    stock = peer(Stock, "stock")
+
+    @impulse
+    def fetch(self, customer: str) -> None:
+        self.stock.take.fork("tea", customer)
+
+
 NAMES = {"stock": f"{__name__}:Stock", "shop": f"{__name__}:Shop"}
 CUSTOMERS = (MARK, "Ford", "Arthur", "Marvin", "Tricia", "Slartibartfast")
 
@@ -201,7 +209,7 @@ def test_a_function_keeps_inputs_and_a_part_of_the_time_begins_with_new_services
     to_ns = second.time_ns - 6_000_000_000  # the call to the service without a log is answered later
     early = sample_fleet(recorded.home, tmp_path / "early", to_ns=to_ns)
     assert [one.inputs for one in early.services] == [1, 2]
-    assert early.notes == ["1 effects or calls have no recorded result: their handlers wait"]
+    assert early.notes == ["1 effects or calls have no result up to the end: their handlers wait"]
 
 
 def hide(one: Input) -> dict[str, Any]:
@@ -327,6 +335,24 @@ def test_a_client_of_which_some_requests_are_left_out_is_never_forgotten(tmp_pat
     assert states(tmp_path / "golden")["stock"] == {"left": {"tea": 96}, "takers": takers}
 
 
+def test_a_message_that_was_late_is_late(tmp_path: Path) -> None:
+    env = Environment()
+    stock: Instance[Stock] = env.start(Stock, "stock")
+    stock.send(Stock.fill, "tea", 9)
+    slow, fast = (env.start(Porter, name) for name in ("slow", "fast"))
+    slow.send(Porter.fetch, "first")
+    env.partition(slow, stock)
+    for porter, customer in ((slow, "second"), (slow, "third"), (fast, "fourth")):
+        porter.send(Porter.fetch, customer)
+        env.advance(minutes=1)
+    env.heal()
+    porters = dict.fromkeys(("slow", "fast"), f"{__name__}:Porter")
+    home = write_home(env, tmp_path / "home", {"stock": NAMES["stock"], **porters})
+    sample_fleet(home, tmp_path / "golden", keep=lambda one: one.arguments.get("customer") != "second")
+    assert states(home)["stock"]["takers"] == ["fourth", "first", "second", "third"]
+    assert states(tmp_path / "golden")["stock"]["takers"] == ["fourth", "first", "third"]
+
+
 def test_a_service_that_began_later_begins_later(tmp_path: Path) -> None:
     env = Environment()
     stock: Instance[Stock] = env.start(Stock, "stock")
@@ -343,7 +369,7 @@ def test_a_service_that_began_later_begins_later(tmp_path: Path) -> None:
 
 
 def test_a_result_is_that_of_equal_arguments_nearest_in_time() -> None:
-    results = Results(Redaction(None))
+    results = Results(Redaction(None), 130)
     for at, (asked_ns, encoded) in enumerate(((10, b"a"), (20, b"a"), (20, b"a"), (21, b"b"))):
         results.add(("shop", "charge"), encoded, Result("shop", "charge", asked_ns, at, False, []))
     results.sort()
@@ -352,7 +378,8 @@ def test_a_result_is_that_of_equal_arguments_nearest_in_time() -> None:
     assert [one.asked_ns for one in found if one is not None] == [10, 10, 20, 20, 20]
     assert [one.delay_ns for one in found[2:4] if one is not None] == [1, 2]
     assert results.guessed == 0
+    assert results.take(what, b"a", 129) is None  # it would come after the end
     other = results.take(what, b"c", 21)
     assert other is not None
     assert other.asked_ns == 21
-    assert (results.guessed, results.take(("shop", "refund"), b"a", 0), results.missing) == (1, None, 1)
+    assert (results.guessed, results.take(("shop", "refund"), b"a", 0), results.missing) == (1, None, 2)
