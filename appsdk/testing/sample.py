@@ -104,7 +104,7 @@ def sample_fleet(
             log = Log(opened.readers[name], route.checkpoint, to_ns)
             if log.records:
                 fleet[name] = Recorded(log, route, opened.code_of(name), frozenset())
-            if len(route.versions) > 1:
+            if route.versions:
                 notes.append(f"{name}: earlier versions handled a part then; today's class handles all of the sample")
         if not fleet:
             raise ReplayError("no log has a record up to that time: give a later one")

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 import immortal
-from immortal import Immortal, Impulses, every, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, every, impulse, on_primary, peer, rpc, upgrades
 from immortal.appsdk.testing.recorded_inputs import Input, Redaction, Result, Results
 from immortal.cli import main
 from immortal.coordinator.core import events as ev
@@ -107,6 +107,13 @@ class Shop(Immortal):
     def fill(self, impulses: Impulses) -> None:
         impulses.stock.fill("tea", 10)
         impulses.stock.fill("rice", 20)
+
+
+@upgrades(Stock)
+class FairStock(Stock):
+    @impulse
+    def fill(self, item: str, count: int) -> None:
+        super().fill(item, min(count, 5))
 
 
 class Porter(Immortal):
@@ -351,6 +358,20 @@ def test_a_message_that_was_late_is_late(tmp_path: Path) -> None:
     sample_fleet(home, tmp_path / "golden", keep=lambda one: one.arguments.get("customer") != "second")
     assert states(home)["stock"]["takers"] == ["fourth", "first", "second", "third"]
     assert states(tmp_path / "golden")["stock"]["takers"] == ["fourth", "first", "third"]
+
+
+def test_todays_class_handles_all_of_the_sample(tmp_path: Path) -> None:
+    env = Environment()
+    stock: Instance[Stock] = env.start(Stock, "stock")
+    stock.send(Stock.fill, "tea", 9)
+    env.advance(seconds=1)
+    stock.upgrade(FairStock).send(FairStock.fill, "rice", 9)
+    env.advance(seconds=1)
+    home = write_home(env, tmp_path / "home", {"stock": f"{__name__}:FairStock"})
+    made = sample_fleet(home, tmp_path / "golden")
+    assert made.notes == ["stock: earlier versions handled a part then; today's class handles all of the sample"]
+    assert states(home)["stock"]["left"] == {"tea": 9, "rice": 5}
+    assert states(tmp_path / "golden")["stock"]["left"] == {"tea": 5, "rice": 5}
 
 
 def test_a_service_that_began_later_begins_later(tmp_path: Path) -> None:
