@@ -62,6 +62,7 @@ _COMMANDS = {
         "why": ("immortal.cli.replay", "Say which message and line gave a value what it is."),
         "verify": ("immortal.cli.replay", "Check that a replay repeats what the instance did."),
         "what-if": ("immortal.cli.what_if", "Compare what other code would have done with the log."),
+        "sample": ("immortal.cli.sample", "Make a small fleet for tests out of a large one."),
         "recover": ("immortal.cli.recovery", "Check what a recovery would do, and what is damaged."),
         "skip": ("immortal.cli.recovery", "Skip one message of the log: its call fails."),
     },

@@ -222,7 +222,7 @@ def _orders(ctx: click.Context, parameter: click.Parameter, value: str | None) -
     return None if value is None else sorted({0, *range(int(first), int(last) + 1)}) if value else []
 
 
-def _function(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def function_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     words = _EFFECTS if parameter.name == "effects" else ()
     if value is not None and ":" not in value and value not in words:
         expected = " or ".join((*words, "a function"))
@@ -235,12 +235,6 @@ def _duration_ns(ctx: click.Context, parameter: click.Parameter, value: str | No
     if value is not None and duration_ns is None:
         raise click.BadParameter(f"{value!r}: a duration was expected, such as 90s, 10m, 2h or 1d")
     return duration_ns
-
-
-def _time_ns(option: str, moment: int | Time | None) -> int | None:
-    if isinstance(moment, int):
-        raise FailedError(f"{option} {moment}: a time was expected, such as 2026-05-01T12:00")
-    return None if moment is None else moment.ns
 
 
 @click.command("what-if --fleet")
@@ -260,15 +254,15 @@ def _time_ns(option: str, moment: int | Time | None) -> int | None:
     "--effects",
     default="fail",
     show_default=True,
-    callback=_function,
+    callback=function_name,
     metavar="fail|by-key|ask|MODULE:FUNCTION",
     help="What comes for effects that the logs have no result of.",
 )
 @click.option(
-    "--answer", callback=_function, metavar="MODULE:FUNCTION", help="Answers new calls to services without a log."
+    "--answer", callback=function_name, metavar="MODULE:FUNCTION", help="Answers new calls to services without a log."
 )
 @click.option(
-    "--check", callback=_function, metavar="MODULE:FUNCTION", help="What is to hold for the services' states."
+    "--check", callback=function_name, metavar="MODULE:FUNCTION", help="What is to hold for the services' states."
 )
 @click.option(
     "--handler-limit",
@@ -374,7 +368,7 @@ def _fleet(
         check_folder("--html", page)
     if tables is not None and tables.exists():
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
-    begin_ns, end_ns = (_time_ns(option, moment) for option, moment in (("--from", begin), ("--to", end)))
+    begin_ns, end_ns = times_of(begin, end)
     if live:
         from immortal.cli.what_if_live import run_live, run_shadows
 
@@ -386,8 +380,8 @@ def _fleet(
             sys.exit(run_live(lambda more: _child(ctx, [*own, *more]), *how, consequences=follow_on, as_json=as_json))
         sys.exit(run_shadows(registry.home, dict(changes), shadow, code, begin_ns, handler_limit, trust_pickle))
     cluster = ctx.meta.get("cluster")  # of what_if_spark
-    if os.environ.get(_HASH_SEED) != "0" and not cluster:  # sets need the apps' order; and an end is reported
-        sys.exit(_in_child(ctx, asks=effects == "ask"))
+    if cluster is None and (status := in_child(ctx, asks=effects == "ask")) is not None:
+        sys.exit(status)
     from immortal.replay.fleet.opening import load_function, what_if
     from immortal.replay.fleet.player import seal_process
     from immortal.replay.fleet.report import outcome_lines
@@ -434,6 +428,16 @@ def _fleet(
 
 
 _WhatIf.fleet = _fleet
+
+
+def times_of(begin: int | Time | None, end: int | Time | None) -> list[int | None]:
+    """Return the times of --from and --to in ns since the Unix epoch. Raises FailedError for a record's number."""
+    times = []
+    for option, moment in (("--from", begin), ("--to", end)):
+        if isinstance(moment, int):
+            raise FailedError(f"{option} {moment}: a time was expected, such as 2026-05-01T12:00")
+        times.append(None if moment is None else moment.ns)
+    return times
 
 
 def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool, as_json: bool) -> int:
@@ -522,8 +526,8 @@ def _ask() -> Answer:
 
 def _child(ctx: click.Context, arguments: list[str]) -> dict[str, Any]:
     """Return how subprocess starts this command with other arguments."""
-    home = str(ctx.find_root().params["home"])
-    command = [sys.executable, "-P", "-m", "immortal", "--home", home, "what-if", "--fleet", *arguments]
+    home, words = str(ctx.find_root().params["home"]), (ctx.info_name or "").split()
+    command = [sys.executable, "-P", "-m", "immortal", "--home", home, *words, *arguments]
     ends_with_us = die_with_parent(os.getpid())  # code that hangs would go on for ever
     return {"args": command, "env": {**os.environ, _HASH_SEED: "0"}, "preexec_fn": ends_with_us}
 
@@ -533,13 +537,19 @@ def _run_child(ctx: click.Context, arguments: list[str], *, asks: bool = False) 
     return subprocess.run(**_child(ctx, arguments), stdout=subprocess.PIPE, stderr=stderr, check=False)
 
 
-def _in_child(ctx: click.Context, *, asks: bool) -> int:
+def in_child(ctx: click.Context, *, asks: bool = False) -> int | None:
+    """Run this command again in a process with the hash seed of apps, and return its status; None: this is that one.
+
+    So sets have the apps' order, and an end of the process is reported. ``ctx.meta["arguments"]``: the command's own.
+    """
+    if os.environ.get(_HASH_SEED) == "0":
+        return None
     done = _run_child(ctx, ctx.meta["arguments"], asks=asks)
     for output, is_error in ((done.stdout, False), (done.stderr or b"", True)):
         echo_lines(output.decode("utf-8", "replace").splitlines(), err=is_error)
     if done.returncode < 0 or done.returncode not in (0, 1, 2, DIFFERENT):
         raise FailedError(
-            f"the code ended the process of the what-if (status {done.returncode}): what it did so far is lost; try"
+            f"the code ended the process of {ctx.info_name} (status {done.returncode}): what it did so far is lost; try"
             " --to with an earlier time"
         )
     return done.returncode

@@ -283,6 +283,7 @@ def _checked_signature(name: str, function: Callable[..., Any]) -> inspect.Signa
 @dataclass(slots=True, eq=False, repr=False)
 class EffectRequest:
     """Request to run one effect. ``number``: unique in the life of the instance; for the rest see ``immortal.effect``.
+    ``encoded``: the arguments.
 
     ``stand_in``: function that :meth:`call` and :meth:`call_async` call in place of the user's; None: none.
     ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last one that
@@ -293,7 +294,7 @@ class EffectRequest:
 
     number: int
     _function: EffectFunction
-    _encoded: bytes
+    encoded: bytes
     options: EffectOptions
     _make_key: Callable[[], str]
     _send: Callable[[bool, bytes], None]
@@ -327,7 +328,7 @@ class EffectRequest:
     @property
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
         """Copies of the arguments by position and by name."""
-        return self._function.arguments(self._encoded)
+        return self._function.arguments(self.encoded)
 
     @property
     def is_async(self) -> bool:
@@ -379,18 +380,19 @@ class EffectRequest:
         Raises TypeError for a value that does not fit its annotation, UsageError for one that is too large. Then the
         effect is not complete.
         """
-        self._answer(False, self._function.encode_result(value))
+        self.answer(False, self._function.encode_result(value))
 
     def raised(self, error: BaseException, attempts: int = 1) -> None:
         """Complete the effect with an error after this number of attempts."""
         if not self.is_cancelled:
             self.report(error, attempts)
         try:
-            self._answer(True, self._function.encode_error(error, attempts, self.options.raises))
+            self.answer(True, self._function.encode_error(error, attempts, self.options.raises))
         except UsageError as problem:  # a declared exception that is too large
-            self._answer(True, self._function.encode_error(problem, attempts, {}))
+            self.answer(True, self._function.encode_error(problem, attempts, {}))
 
-    def _answer(self, raised: bool, value: bytes) -> None:
+    def answer(self, raised: bool, value: bytes) -> None:
+        """Complete the effect with an encoded value, or an encoded error."""
         if not self.is_cancelled:
             self._send(raised, value)
         self.is_done = True

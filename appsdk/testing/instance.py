@@ -251,7 +251,7 @@ class Instance(Generic[T]):
         self._world.wait_for(f"the hook of {self!r}", may_start, PATIENCE)
         if self._node.local_app is not app:
             return
-        with queue.thread(), suppress(Disconnected):
+        with as_thread(dispatcher.context), suppress(Disconnected):
             impulses = Impulses(app.instance, dispatcher.definition, queue)
             dispatcher.context.run_contexts.run(hook, app.instance, impulses)
 
@@ -271,6 +271,16 @@ class Instance(Generic[T]):
 
 
 NO_THREAD = 0
+
+
+@contextmanager
+def as_thread(context: Context, thread_id: int = NO_THREAD) -> Iterator[None]:
+    """Make ``thread_id`` the handlers' thread meanwhile; NO_THREAD refuses what only handlers can do."""
+    before, context.thread_id = context.thread_id, thread_id
+    try:
+        yield
+    finally:
+        context.thread_id = before
 
 
 class HookQueue(ImpulseQueue):
@@ -300,20 +310,10 @@ class HookQueue(ImpulseQueue):
         self._run_handlers()
 
     def _run_handlers(self) -> None:
-        with self.thread(threading.get_ident()):
+        with as_thread(self._hook_context, threading.get_ident()):
             self._run()
         if not self._is_alive():  # a hook's thread dies with its app: this one must not continue
             raise Disconnected("the app has crashed")
-
-    @contextmanager
-    def thread(self, thread_id: int = NO_THREAD) -> Iterator[None]:
-        """Make ``thread_id`` the handlers' thread meanwhile; NO_THREAD refuses what only handlers can do."""
-        context, before = self._hook_context, self._hook_context.thread_id
-        context.thread_id = thread_id
-        try:
-            yield
-        finally:
-            context.thread_id = before
 
 
 # A log in memory, as a replay reads it.

@@ -34,6 +34,7 @@ from immortal.protocol.extensions import (
     encode_hello,
 )
 from immortal.protocol.messages import (
+    IncomingRpc,
     MessageType,
     RpcKind,
     RpcType,
@@ -167,7 +168,10 @@ class OutsideApp:
         self, destination: str, handler: Handler[Any, Any], rpc_type: RpcType, arguments: tuple[Any, ...]
     ) -> None:
         write = make_writer(handler.function.__qualname__, handler.method_id, rpc_type)
-        message = encode_call(write, arguments)
+        self.put(destination, encode_call(write, arguments))
+
+    def put(self, destination: str, message: bytes) -> None:
+        """Send a message, as an impulse."""
         if destination not in self._attached:
             self._attached.add(destination)
             self.output += encode_attach_to(destination)
@@ -196,11 +200,15 @@ class OutsideApp:
     def _answer(self, content: bytes, start: int, end: int) -> None:
         rpc = decode_incoming_rpc(content, start, end)
         if rpc.kind == RpcKind.CALL:
-            return  # no instance knows the test
+            self.called(rpc)
+            return
         number, *rest = _take_answer(rpc.arguments)
         raised = rpc.kind == RpcKind.RAISED
         value = msgspec.msgpack.encode(rest if raised else (rest[0] if rest else None))
         self.answers[decoding.decode(number, type=int)] = Answer(raised, value)
+
+    def called(self, rpc: IncomingRpc) -> None:
+        """Do nothing: no instance knows the test."""
 
     def take_output(self) -> None:
         """Do nothing: ``output`` has no queue."""

@@ -48,9 +48,6 @@ class NoAnswerError(ImmortalError):
     """Raised if a call has no answer, and nothing more will happen by itself."""
 
 
-LIMITS = Limits(hold_off_ns_min=0)  # a test's clock stands still: a delay would never end
-
-
 Victim = Literal["instance", "app"]
 """Kind of crash: app and coordinator together, with all that is not durable, or only the app."""
 
@@ -91,7 +88,7 @@ class Node:
         self.name = name
         self.definition = definition
         self.effects: EffectStubs = {}
-        self.store = MemoryLogStore(committer_id)
+        self.store = MemoryLogStore(committer_id, name=name)
         self.store.clock_ns = lambda: world.now_ns
         self._driver: Driver | None = None
         self._log: PlainLog | None = None
@@ -117,7 +114,7 @@ class Node:
     def start(self) -> None:
         """Start coordinator and app from the log."""
         self.failure = None
-        machine = Machine(Components(self.name, LIMITS, self.upgrade_to))
+        machine = Machine(Components(self.name, self.world.limits, self.upgrade_to))
         inbox: list[ev.Event] = []
         self._log = PlainLog(self.store, inbox)
         self._driver = Driver(
@@ -136,19 +133,10 @@ class Node:
     def connect(self) -> None:
         """Connect a new app to the running coordinator."""
         if self.definition is None:
-            self.app = OutsideApp()
+            self.app = self.world.make_outside(self)
         else:
             seed = hashlib.blake2b(f"{self.world.seed} {self.name}".encode(), digest_size=SEED_SIZE_BYTES).digest()
-            effects = StubEffectRunner(self.effects, lambda: self.world.now_ns)
-            self.app = self.world.variables.copy().run(
-                LocalApp,
-                self.definition,
-                seed,
-                self.world.now_ns,
-                effects,
-                fails_alone=self.world.fail_alone,
-                outsiders=OUTSIDERS,
-            )
+            self.app = self.world.variables.copy().run(self.world.make_app, self, self.definition, seed)
         self.failure = None
         self.paused = self.closing = False
         self.do(lambda: self._handle(ev.AppConnected()))
@@ -196,8 +184,9 @@ class Node:
         self._drop_app()
         self._app_is_lost = True
 
-    def handle(self, event: ev.Event) -> None:
-        self.do(lambda: self._handle(event))
+    def handle(self, *events: ev.Event) -> None:
+        """Handle events in one turn."""
+        self.do(lambda: self._handle(*events))
 
     def _handle(self, *events: ev.Event) -> None:
         if self._driver is not None:
@@ -321,6 +310,9 @@ class _Peers(_Port, PlainPeers):
     def reply(self, effect: ef.ReplyToPeer) -> None:
         self._node.world.network.reply(self._node, effect)
 
+    def reply_to_client(self, effect: ef.ReplyToClient) -> None:
+        self._node.world.reply_to_client(effect)
+
 
 class _Clock(_Port):
     def now_ns(self) -> int:
@@ -353,6 +345,9 @@ class World:
     of each app begins.
     """
 
+    outside_name = OUTSIDE_NAME
+    limits = Limits(hold_off_ns_min=0)  # a test's clock stands still: a delay would never end
+
     def __init__(
         self, start_ns: int, seed: int, order: int | None, crashes: CrashPlan, *, fail_alone: bool = False
     ) -> None:
@@ -366,7 +361,7 @@ class World:
         self.reports: list[tuple[str, str]] = []  # (instance, a warning of its coordinator's)
         self.is_closed = False
         self._random = None if order is None else random.Random(order)  # noqa: S311 (from a seed)
-        self._outside = self.add(OUTSIDE_NAME, None)
+        self._outside = self.add(self.outside_name, None)
         self._outside.start()
         self._settle()
 
@@ -385,6 +380,18 @@ class World:
     def add(self, name: str, definition: Definition | None) -> Node:
         node = self.nodes[name] = Node(self, name, definition, len(self.nodes) + 1)
         return node
+
+    def reply_to_client(self, effect: ef.ReplyToClient) -> None:
+        """Drop the reply: a test has no clients."""
+
+    def make_outside(self, node: Node) -> OutsideApp:
+        """Make the app of a node without a class."""
+        return OutsideApp()
+
+    def make_app(self, node: Node, definition: Definition, seed: bytes) -> LocalApp:
+        """Make an app for one life of ``node``."""
+        effects = StubEffectRunner(node.effects, lambda: self.now_ns)
+        return LocalApp(definition, seed, self.now_ns, effects, fails_alone=self.fail_alone, outsiders=OUTSIDERS)
 
     def _settle(self) -> None:
         """Run until no instance has anything to do at this moment. Raises errors that ended an app or a coordinator."""

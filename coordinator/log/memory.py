@@ -19,11 +19,11 @@ class MemoryLogStore(RowLogStore):
 
     backend: MemoryBackend
 
-    def __init__(self, committer_id: int = 1, durable: MemoryTables | None = None) -> None:
+    def __init__(self, committer_id: int = 1, durable: MemoryTables | None = None, *, name: str = NAME) -> None:
         """``durable``: its earlier durable data."""
         if durable is None:
             durable = MemoryTables()
-            for row in LogIdentity(FORMAT_VERSION, NAME, committer_id, 0).rows():
+            for row in LogIdentity(FORMAT_VERSION, name, committer_id, 0).rows():
                 durable.put(*row)
         super().__init__(MemoryBackend(durable, "in memory", None))
 

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from immortal.appsdk.calls.user_code import is_user_failure, is_users
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.immortal import Immortal
@@ -60,6 +62,40 @@ def what_if(
 
     Raises ReplayError if it can't be run, LogError.
     """
+    with opened_fleet(home, without, trust_pickle=trust_pickle, needs_apps=changes is None) as fleet:
+        logs = Logs(
+            fleet.readers,
+            fleet.code_of,
+            {
+                name: load_definition(app, code) if isinstance(app, str) else definition_of(app)
+                for name, app in (fleet.apps if changes is None else changes).items()
+            },
+            begin_ns,
+            to_ns,
+        )
+        rules = Rules(effects, answer, check, progress=progress)
+        outcome = what_if_fleet(logs, rules, seeds=seeds, details=details, orders=orders)
+        outcome.notes += fleet.notes
+        return outcome
+
+
+class OpenedFleet(Struct):
+    """Logs of a home. ``apps``: "module:Class" by service; ``code_of``: returns the class that made a log."""
+
+    readers: dict[str, LogReader]
+    apps: dict[str, str]
+    code_of: Callable[[str], Definition]
+    notes: list[str]
+
+
+@contextmanager
+def opened_fleet(
+    home: Path | str, without: Collection[str] = (), *, trust_pickle: bool, needs_apps: bool = True
+) -> Iterator[OpenedFleet]:
+    """Open the logs of a home, but of the services ``without``.
+
+    Raises LogError; with ``needs_apps``, ReplayError if no service has an app.
+    """
     registry = Registry(Path(home))
     with ExitStack() as stack:
         readers: dict[str, LogReader] = {}
@@ -76,11 +112,9 @@ def what_if(
                 readers[name] = reader
             else:  # its past messages stay as they were
                 notes.append(f"{name} counts as a service without a log: its app is none of this SDK, or never started")
-
-        if changes is None:
-            changes = {name: app for name in readers if (app := registry.load(name).app) is not None}
-            if not changes:
-                raise ReplayError(f"{str(home)!r} has no service with a log and an app: a registry folder was expected")
+        apps = {name: app for name in readers if (app := registry.load(name).app) is not None}
+        if needs_apps and not apps:
+            raise ReplayError(f"{str(home)!r} has no service with a log and an app: a registry folder was expected")
 
         @cache
         def code_of(name: str) -> Definition:
@@ -88,20 +122,7 @@ def what_if(
             own = own_code_at_end(settings, readers[name].summary(), route)
             return load_definition(own.app, own.archive)
 
-        logs = Logs(
-            readers,
-            code_of,
-            {
-                name: load_definition(app, code) if isinstance(app, str) else definition_of(app)
-                for name, app in changes.items()
-            },
-            begin_ns,
-            to_ns,
-        )
-        rules = Rules(effects, answer, check, progress=progress)
-        outcome = what_if_fleet(logs, rules, seeds=seeds, details=details, orders=orders)
-        outcome.notes += notes
-        return outcome
+        yield OpenedFleet(readers, apps, code_of, notes)
 
 
 def assert_fleet_unchanged(
@@ -178,7 +199,11 @@ def _modules_of(app: str, code: Path) -> Iterator[None]:
         for name, module in list(sys.modules.items())
         if name != "__main__" and is_users(top, name, os.path.abspath(getattr(module, "__file__", None) or ""))
     }
-    kept = {name: module for name, module in hidden.items() if getattr(module, "__file__", None) or name == top}
+    kept = {
+        name: module
+        for name, module in hidden.items()
+        if getattr(module, "__file__", None) or name.partition(".")[0] == top  # a package may have no file
+    }
     for name in kept:
         del sys.modules[name]
     sys.path.insert(0, str(code.absolute()))

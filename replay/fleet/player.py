@@ -7,6 +7,7 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -182,6 +183,17 @@ def seal_process(limit_s: float) -> None:
     sys.addaudithook(look)
     signal.signal(signal.SIGALRM, stop)
     _limit_s = limit_s
+
+
+@contextmanager
+def sealed() -> Iterator[None]:
+    """Refuse connections and processes to code that runs in this context, in a process that is sealed."""
+    global _running
+    _running = True
+    try:
+        yield
+    finally:
+        _running = False
 
 
 class Player(LocalRun):

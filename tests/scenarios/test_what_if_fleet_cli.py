@@ -267,7 +267,7 @@ def test_what_can_not_be_tried_is_said(folder: Path, change: str, said: str) -> 
 def test_code_that_ends_its_process_is_said(folder: Path) -> None:
     before = "if await self.stock.take(item, count):"
     app = variant(folder, before, f"import os; os._exit(7)\n        {before}")
-    assert "the code ended the process of the what-if (status 7)" in what_if(
+    assert "the code ended the process of what-if --fleet (status 7)" in what_if(
         folder, "--change", f"shop={app}", status=1
     )
 

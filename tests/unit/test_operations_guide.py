@@ -44,7 +44,7 @@ def test_the_programs_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
         module = made[name] = ModuleType(name)
         monkeypatch.setitem(sys.modules, name, module)
         exec(compile(source, f"{name}.py", "exec"), module.__dict__)
-    assert sorted(made) == ["clock", "shop", "shop2"]
+    assert sorted(made) == ["clock", "hide", "shop", "shop2"]
     upgraded = made["shop2"].Stock.upgrade(made["shop"].Stock())
     assert upgraded.left == {"tea": 10, "rice": 8, "salt": 0}
     made["clock"].Clock().tick()
@@ -91,6 +91,7 @@ def test_every_command_of_an_operator_is_in_the_guide() -> None:
         "replay",
         "verify",
         "what-if",
+        "sample",
         "why",
         "upgrade",
         "up",
