@@ -1,4 +1,4 @@
-"""What a what-if keeps of a log, in arrays: runs of positions, numbers of executions, messages on their way."""
+"""Arrays that a what-if keeps of a log: runs of positions, numbers of executions, messages on their way."""
 
 from __future__ import annotations
 
