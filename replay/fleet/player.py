@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections import defaultdict
@@ -158,6 +159,7 @@ def first_checkpoint(source: RecordSource, not_after_ns: int | None, behind: int
         raise ReplayError(f"{name}: {error}") from None
 
 
+NEW_OBJECTS_MAX = 50_000  # before the next collection of garbage
 _running = False
 _limit_s = 0.0  # no limit
 _FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork")
@@ -168,6 +170,7 @@ def seal_process(limit_s: float) -> None:
     process lives. Call it in the main thread.
     """
     global _limit_s
+    gc.set_threshold(NEW_OBJECTS_MAX)  # many handlers wait at once: a fifth of the time would go into collections
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"a what-if gives the messages of a record {limit_s:g} s")

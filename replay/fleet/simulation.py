@@ -413,18 +413,14 @@ class Simulation:
         service.equal += sum(made.count for made in turn.made)
         service.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
         for destination in dict.fromkeys(made.destination for made in turn.made):
+            if (name := service.receiver(destination)) not in self.logs.sources:
+                continue
             for run in service.recorded.runs[destination].of_record(record.sequence_id):
-                self._send_equal(service, destination, run, record.time_ns)
+                if self._streams.put_equal(service, destination, self.services.get(name), run):
+                    continue
+                for one in service.recorded.sent(destination, run):
+                    self._send(service, destination, one.message, one.position, None, record.time_ns, in_time=True)
         self._look_around(service, (record.sequence_id, max(0, count - 1)), record.time_ns)
-
-    def _send_equal(self, service: Service, destination: str, run: range, time_ns: int) -> None:
-        name = service.receiver(destination)
-        if name not in self.logs.sources:
-            return
-        if self._streams.put_equal(service, destination, self.services.get(name), run):
-            return
-        for output in service.recorded.sent(destination, run):
-            self._send(service, destination, output.message, output.position, None, time_ns, in_time=True)
 
     def _require_not_taken(self, service: Service, destination: str, position: int) -> None:
         """Raise JoinedLateError if the receiver has handled that message of ``service`` as recorded."""
