@@ -99,12 +99,9 @@ def run_live(
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *of: over.set())
-    if duration_ns is not None:
-        timer = threading.Timer(duration_ns / 1e9, over.set)
-        timer.daemon = True
-        timer.start()
     runs = None if consequences is None else _FleetRuns(consequences)
-    live = _Live(LiveReport(changes), page, runs, as_json=as_json)
+    timer = None if duration_ns is None else threading.Timer(duration_ns / 1e9, over.set)
+    live = _Live(LiveReport(changes), page, runs, timer, as_json=as_json)
     note = os.memfd_create("immortal-shadow")
     while not over.is_set():
         os.truncate(note, 0)
@@ -114,10 +111,21 @@ def run_live(
 
 
 class _Live:
-    def __init__(self, report: LiveReport, page: Path | None, runs: _FleetRuns | None, *, as_json: bool) -> None:
+    """Report to people. ``timer``: started once all services are followed."""
+
+    def __init__(
+        self,
+        report: LiveReport,
+        page: Path | None,
+        runs: _FleetRuns | None,
+        timer: threading.Timer | None,
+        *,
+        as_json: bool,
+    ) -> None:
         self.report = report
         self._page = page
         self._runs = runs
+        self._timer = timer
         self._as_json = as_json
         self._page_s = self._summary_s = time.monotonic()
         self._write_page()  # what it needs takes a while to load
@@ -178,6 +186,10 @@ class _Live:
 
     def _show(self, event: Event) -> None:
         text = self.report.take(event)
+        if self._timer is not None and all(self.report.following.values()):
+            self._timer.daemon = True
+            self._timer.start()
+            self._timer = None
         if isinstance(event, Found):
             self._is_new = True
             if self._runs is not None:

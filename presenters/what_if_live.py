@@ -100,6 +100,8 @@ class LiveReport:
             yield ""
             yield from table_lines(*self._handlers(), right=_NUMBERS)
         yield ""
+        if away := [name for name, follows in self.following.items() if not follows]:
+            yield f"not followed at the end: {', '.join(away)}"
         yield "different" if self.is_different else "no difference"
 
     def page(self) -> str:

@@ -334,6 +334,7 @@ def test_a_report_goes_on_with_the_counts_of_an_earlier_process() -> None:
     assert report.marks == {"shop": Mark(9, 10)}
     report.take(Note("shop", "it ended", follows=False))
     assert report.following == {"shop": False}
+    assert "not followed at the end: shop" in report.lines()
     report.take(Note("shop", "from checkpoint 2 on", follows=True))
     assert report.marks == {"shop": Mark(9, -1)}
     report.take(Progress("shop", 12, 3, 3, 0.2))
