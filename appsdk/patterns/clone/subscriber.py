@@ -223,7 +223,6 @@ class Subscriber:
         self, context: Context, replica: Replica, find: FindPlaces, finder_of: Callable[[Place], Finder], now_s: float
     ) -> None:
         self.replica = replica
-        self.malformed = 0
         self.problem = "it was not tried yet"
         self._find = find
         self._finder_of = finder_of
@@ -372,7 +371,6 @@ class Subscriber:
         try:
             answer = frames.decode_answer(data)
         except RemoteProtocolError as error:
-            self.malformed += 1
             self.problem = f"{self._endpoint} sends {error}"
             self._retry(now_s)
             return None
