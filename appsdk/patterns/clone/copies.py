@@ -54,17 +54,19 @@ class Changed(Generic[V]):
 
 
 class _Changes(Generic[V]):
-    def __init__(self, clone: Clone[V], timeout_s: float | None, rouse: Callable[[], None] | None = None) -> None:
+    def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
         self._clone = clone
         self._timeout_s = timeout_s
         self._process_id = os.getpid()
         self._waiting: deque[Told] = deque()
-        self._rouse = rouse
-        clone._listen(self._waiting, rouse)
+        clone._listen(self)
+
+    def _rouse(self) -> None:
+        """Note that changes have arrived, or none follow. The clone's thread calls it."""
 
     def close(self) -> None:
         """Stop keeping changes for this iterator."""
-        self._clone._forget(self._waiting, self._rouse)
+        self._clone._forget(self)
 
 
 class Changes(_Changes[V]):
@@ -106,26 +108,25 @@ class _Follower:
         self.subscriber = Subscriber(self._context, self.replica, places.find, places.access.finder, now_s)
         self.was_whole = False  # True after the first copy
         self.is_held = False  # True while clients hold up writers
-        self.listeners: list[deque[Told]] = []
-        self.rousers: list[Callable[[], None]] = []  # called when changes have arrived
+        self.listeners: list[_Changes[Any]] = []
         self._has_more = False
 
     @property
     def _has_room(self) -> bool:
-        return max(map(len, self.listeners), default=0) < CHANGES_WAITING_MAX
+        return max((len(one._waiting) for one in self.listeners), default=0) < CHANGES_WAITING_MAX
 
     def process(self) -> None:
         news = self.subscriber.process(time.monotonic(), _NEWS_MAX if self._has_room else 0)
         self._has_more = len(news) >= _NEWS_MAX
-        for waiting in self.listeners:
+        for listener in self.listeners:
             for one in news:
-                waiting.extend(one.changes)
+                listener._waiting.extend(one.changes)
         if news or self.replica.ended:
             self._rouse()
 
     def _rouse(self) -> None:
-        for rouse in self.rousers:
-            rouse()
+        for listener in self.listeners:
+            listener._rouse()
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
         return self.subscriber.sockets() if self._has_room else ()
@@ -326,18 +327,14 @@ class Clone(_Copy[V]):
         key, number, value = told
         return Changed(key, None if value is None else self._decode(value), number, value is None)
 
-    def _listen(self, waiting: deque[Told], rouse: Callable[[], None] | None = None) -> None:
-        """Append later changes to ``waiting``. ``rouse``: called in the clone's thread after each arrival."""
+    def _listen(self, changes: _Changes[V]) -> None:
         follower = self._follower
         with self._shell.lock:
-            follower.listeners.append(waiting)
-            if rouse is not None:
-                follower.rousers.append(rouse)
+            follower.listeners.append(changes)
 
-    def _forget(self, waiting: deque[Told], rouse: Callable[[], None] | None = None) -> None:
+    def _forget(self, changes: _Changes[V]) -> None:
         def forget(follower: _Follower) -> None:
-            follower.listeners = [other for other in follower.listeners if other is not waiting]
-            follower.rousers = [other for other in follower.rousers if other is not rouse]
+            follower.listeners = [other for other in follower.listeners if other is not changes]
 
         if self._shell.is_open:  # a forked child that has not used it has no thread
             self._shell.post(forget)
@@ -378,13 +375,12 @@ class AsyncChanges(_Changes[V]):
 
     def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
         self._came = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
+        super().__init__(clone, timeout_s)
 
-        def rouse() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._came.set)
-
-        super().__init__(clone, timeout_s, rouse)
+    def _rouse(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._came.set)
 
     def __aiter__(self) -> AsyncIterator[Changed[V]]:
         return self

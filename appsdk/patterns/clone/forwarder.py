@@ -27,16 +27,14 @@ from immortal.appsdk.patterns.clone.model import (
     CloneError,
     Entries,
     Place,
-    Presence,
     Row,
     TableFull,
 )
 from immortal.appsdk.patterns.clone.publication import Publication
-from immortal.appsdk.patterns.clone.publisher import Publisher, drain_presences, has_keys, logger
+from immortal.appsdk.patterns.clone.publisher import PRESENCES_MAX, Publisher, drain_presences, has_keys, logger
 from immortal.appsdk.patterns.clone.subscriber import Access, News, Options, Places, Replica, Subscriber
 from immortal.appsdk.patterns.clone.table import Table
 
-_RETRY_S = 0.5
 _CALL_S = 2.5
 
 
@@ -76,13 +74,9 @@ class Forwarder:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # of the data for the thread that reports to the table
-        self._joined: list[Presence] = []
-        self._left: list[str] = []
-        self._held: list[str] = []
-        self._all: list[Presence] | None = None
-        self._wants_all = False
-        self._streams = 0
+        self._lock = threading.Lock()  # of the publication, which the thread that reports to the table reads
+        self._held: list[str] = []  # as last reported
+        self._reports_all = True  # the next report has all streams
         self._news = threading.Event()
 
     @property
@@ -120,24 +114,23 @@ class Forwarder:
         poll.register(self._wake, select.POLLIN)
         poll.register(publisher.fileno(), select.POLLIN)
         watched = WatchedSockets(poll.unregister, lambda descriptor: poll.register(descriptor, select.POLLIN))
-        reported_s = float("-inf")
         problem = ""
         while not self._stopping:
-            now_s = time.monotonic()
-            holds = publisher.publishing is not None and bool(publisher.publishing.held_by)
-            news = subscriber.process(now_s, 0 if holds else 100)
-            for one in news:
-                self._take(one)
+            with self._lock:
+                now_s = time.monotonic()
+                holds = publisher.publishing is not None and bool(publisher.publishing.held_by)
+                news = subscriber.process(now_s, 0 if holds else 100)
+                for one in news:
+                    self._take(one)
+                wait_s = min(publisher.turn(), max(0.0, subscriber.next_deadline_s() - now_s), PRESENCE_S)
+                if publisher.publishing is not None:
+                    self._look_for_news(publisher.publishing)
             if self._replica.ended:
                 raise CloneError(f"{self._access.table!r} is not forwarded here: {self._replica.ended}")
             current = "" if self._replica.subtrees is not None else subscriber.problem
             if current and current != problem and self._replica.number:
                 logger.warning("forwarder %s waits: %s", self.id, current)
             problem = current
-            wait_s = min(publisher.turn(), max(0.0, subscriber.next_deadline_s() - now_s), PRESENCE_S)
-            if publisher.publishing is not None and now_s - reported_s >= PRESENCE_S:
-                reported_s = now_s
-                self._report(publisher.publishing)
             is_new = watched.update(() if holds else subscriber.sockets())
             for descriptor, _ in poll.poll(0 if is_new or len(news) >= 100 else 1000 * wait_s):
                 if descriptor == self._wake:
@@ -163,57 +156,47 @@ class Forwarder:
 
     # --- reports to the table ----------------------------------------------------------------------------------------
 
-    def _report(self, publishing: Publication) -> None:
-        with self._lock:
-            if self._wants_all:
-                self._wants_all = False
-                publishing.joined, publishing.left = {}, []
-                self._all = publishing.present()
-                self._joined, self._left = [], []
-            else:
-                joined, left = drain_presences(publishing)
-                self._joined += joined
-                self._left += left
-                if len(self._joined) + len(self._left) > STREAMS_MAX:  # the table is unreachable
-                    self._wants_all = True
-            held = publishing.held_by
-            has_news = bool(self._joined or self._left or self._all is not None or held != self._held)
-            self._held, self._streams = held, len(publishing)
-        if has_news:
+    def _look_for_news(self, publishing: Publication) -> None:
+        if len(publishing.left) > STREAMS_MAX:  # the table is unreachable
+            publishing.left.clear()
+            self._reports_all = True
+        if self._reports_all or publishing.joined or publishing.left or publishing.held_by != self._held:
             self._news.set()
 
     def _tell(self, table: Any) -> None:
         """Report the streams to the table, in a separate thread, since the table can be unreachable."""
-        self._wants_all = True
         told = False
         while not self._stopping:
             self._news.wait(BEAT_S)
             self._news.clear()
             with self._lock:
-                everything, self._all = self._all, None
-                joined, left, self._joined, self._left = self._joined, self._left, [], []
-                held, streams = self._held, self._streams
-            if everything is None and not told:
-                continue
+                publishing = self._publisher.publishing
+                if publishing is None or not (told or self._reports_all):
+                    continue
+                begins, self._reports_all = self._reports_all, False
+                if begins:
+                    publishing.joined, publishing.left = {}, []
+                joined, left = (publishing.present(), []) if begins else drain_presences(publishing)
+                self._held = held = publishing.held_by
+                streams = len(publishing)
             place = Place(self.endpoint, self._identity, streams, may_block=self._blocking_s > 0)
             try:
-                if everything is None and not table.forwarder_known(self.id):
-                    self._wants_all = True
+                if not begins and not table.forwarder_known(self.id):
+                    self._reports_all = True
                     continue
-                pages = [everything[at : at + 1000] for at in range(0, len(everything), 1000)] if everything else [[]]
-                for index, page in enumerate(pages if everything is not None else [joined]):
-                    begins = everything is not None and index == 0
-                    table.forwarder_says(self.id, place, page, left, held, begins)
+                for at in range(0, len(joined) or 1, PRESENCES_MAX):
+                    page = joined[at : at + PRESENCES_MAX]
+                    table.forwarder_says(self.id, place, page, left, held, begins and at == 0)
                 told = True
             except CallRefused as error:
                 logger.error("forwarder %s: %r does not list it: %s", self.id, self._access.table, error)
             except (TableFull, ValueError) as error:
-                self._wants_all = True
+                self._reports_all = True
                 logger.error("forwarder %s: the table refuses it: %s", self.id, error)
             except ClientError as error:
                 if self._stopping:
                     return
-                self._wants_all = True
+                self._reports_all = True
                 logger.warning("forwarder %s: the table was not told: %s", self.id, error)
             if not self._stopping:  # at most one report per PRESENCE_S
                 time.sleep(PRESENCE_S)

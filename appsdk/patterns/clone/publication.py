@@ -9,21 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from immortal.appsdk.patterns.clone.frames import (
-    Activate,
-    Activated,
-    Answer,
-    Deactivate,
-    Deactivated,
-    Finished,
-    Ping,
-    Pong,
-    Received,
-    Refused,
-    Report,
-    Request,
-    encode,
-)
+from immortal.appsdk.patterns.clone import frames
 from immortal.appsdk.patterns.clone.model import (
     BEAT_S,
     ENTITLED,
@@ -116,27 +102,27 @@ class Publication:
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
-    def take(self, route: bytes, name: str, request: Request, now_ns: int) -> None:
+    def take(self, route: bytes, name: str, request: frames.Request, now_ns: int) -> None:
         """Process a request of a client that shows the key of ``name``."""
-        if isinstance(request, Activate):
+        if isinstance(request, frames.Activate):
             self._activate(route, name, request, now_ns)
             return
         stream = self._streams.get(route)
-        if isinstance(request, (Received, Ping, Deactivate)):
+        if isinstance(request, (frames.Received, frames.Ping, frames.Deactivate)):
             if stream is None or stream.asked.stream != request.stream or stream.name != name:
-                if isinstance(request, Deactivate):
-                    self._say(route, Deactivated(request.stream))
-                elif isinstance(request, Ping):
-                    self._say(route, Pong(0))
+                if isinstance(request, frames.Deactivate):
+                    self._say(route, frames.Deactivated(request.stream))
+                elif isinstance(request, frames.Ping):
+                    self._say(route, frames.Pong(0))
                 return
             stream.heard_ns = now_ns
-            if not isinstance(request, Deactivate):
-                self.is_dirty |= isinstance(request, Received) or not stream.has_room
+            if not isinstance(request, frames.Deactivate):
+                self.is_dirty |= isinstance(request, frames.Received) or not stream.has_room
                 stream.received(request.total_bytes)
-                if isinstance(request, Ping):
-                    self._say(route, Pong(request.stream, stream.sent_bytes))
+                if isinstance(request, frames.Ping):
+                    self._say(route, frames.Pong(request.stream, stream.sent_bytes))
             else:
-                self._say(route, Deactivated(request.stream))
+                self._say(route, frames.Deactivated(request.stream))
                 self._forget(stream)
             return
         if now_ns < self._reported_ns + REPORT_S * SECOND_NS:
@@ -145,33 +131,36 @@ class Publication:
             self._reported_ns = now_ns
             self._say(route, self.report())
         else:
-            self._say(route, Refused(0, f"{name!r} may not look at others", again=False))
+            self._say(route, frames.Refused(0, f"{name!r} may not look at others", again=False))
 
-    def _activate(self, route: bytes, name: str, asked: Activate, now_ns: int) -> None:
+    def _activate(self, route: bytes, name: str, asked: frames.Activate, now_ns: int) -> None:
         if (before := self._streams.get(route)) is not None:
             self._forget(before)
         try:
             _check(asked, may_block=self._blocking_s > 0)
             visible = self._visible(name, asked)
         except ValueError as error:
-            self._say(route, Refused(asked.stream, str(error), again=False))
+            self._say(route, frames.Refused(asked.stream, str(error), again=False))
             return
         has_copy = asked.table == self.table and asked.number > 0
         after = asked.number if has_copy and tuple(asked.had) == visible else EVERYTHING
         if has_copy and asked.number > self.entries.number:
             self._say(
-                route, Refused(asked.stream, f"update {asked.number} has not come here yet", again=True, is_behind=True)
+                route,
+                frames.Refused(
+                    asked.stream, f"update {asked.number} has not come here yet", again=True, is_behind=True
+                ),
             )
             return
         if len(self._streams) >= STREAMS_MAX:
             reason = f"there are {STREAMS_MAX} clients, which is as many as may be: ask another forwarder"
-            self._say(route, Refused(asked.stream, reason, again=True))
+            self._say(route, frames.Refused(asked.stream, reason, again=True))
             return
         self._count += 1
         view = self._views.use(visible, self.entries.number)
         stream = Stream(f"{self.name}.{self._count}", route, name, asked, view, after, now_ns)
         self._streams[route] = stream
-        self._say(route, Activated(asked.stream, self.table, list(visible), self.entries.forgotten))
+        self._say(route, frames.Activated(asked.stream, self.table, list(visible), self.entries.forgotten))
         self.joined[stream.id] = Presence(stream.id, name, asked.label, self.name, visible)
         self.is_dirty = True
 
@@ -180,10 +169,10 @@ class Publication:
         if (stream := self._streams.get(route)) is not None:
             self._forget(stream)
 
-    def report(self) -> Report:
+    def report(self) -> frames.Report:
         streams = [stream.report() for stream in self._streams.values()]
         number, rows = self.entries.number, len(self.entries.rows)
-        return Report(self.table, number, rows, "", self.ended_slow, self.ended_silent, streams)
+        return frames.Report(self.table, number, rows, "", self.ended_slow, self.ended_silent, streams)
 
     def present(self) -> list[Presence]:
         """Return all present clients, for a table that has lost them."""
@@ -267,10 +256,10 @@ class Publication:
                 self._stop_walking(stream)
                 self._views.leave(stream.view)
                 stream.start_anew(self._views.use(visible, self.entries.number))
-                activated = Activated(stream.asked.stream, self.table, list(visible), self.entries.forgotten)
+                activated = frames.Activated(stream.asked.stream, self.table, list(visible), self.entries.forgotten)
                 self._say(stream.route, activated)
 
-    def _visible(self, name: str, asked: Activate) -> tuple[str, ...]:
+    def _visible(self, name: str, asked: frames.Activate) -> tuple[str, ...]:
         """Return the subtrees that a client gets. Raises ValueError if it may not have the stream."""
         subtrees = check_subtrees(asked.subtrees)
         visible = self._entitlements.visible(name, subtrees, relay=asked.relay)
@@ -301,7 +290,7 @@ class Publication:
     # --- the end of a stream -----------------------------------------------------------------------------------------
 
     def _end(self, stream: Stream, reason: str, *, again: bool) -> None:
-        self._say(stream.route, Finished(stream.asked.stream, reason, again))
+        self._say(stream.route, frames.Finished(stream.asked.stream, reason, again))
         self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
@@ -317,12 +306,12 @@ class Publication:
             self._walking.remove(stream.id)
             self.is_dirty = True
 
-    def _say(self, route: bytes, answer: Answer) -> None:
-        self.outgoing.append((route, encode(answer)))
+    def _say(self, route: bytes, answer: frames.Answer) -> None:
+        self.outgoing.append((route, frames.encode(answer)))
         self.is_dirty = True
 
 
-def _check(asked: Activate, *, may_block: bool) -> None:
+def _check(asked: frames.Activate, *, may_block: bool) -> None:
     """Check a client's request for a stream. Raises ValueError."""
     if not WINDOW_BYTES_MIN <= asked.window_bytes <= WINDOW_BYTES_MAX:
         raise ValueError(

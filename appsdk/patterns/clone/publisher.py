@@ -160,7 +160,7 @@ def feed_of(table: Any) -> Feed | None:
 
 
 _SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
-_PRESENCES_MAX = 1000  # of one message
+PRESENCES_MAX = 1000  # of one message
 
 
 def has_keys(home: Path, name: str) -> bool:
@@ -229,8 +229,8 @@ class TablePublisher:
 
 def drain_presences(publishing: Publication) -> tuple[list[Presence], list[str]]:
     """Take the clients that joined and left, as many as fit into one message; joined ones first."""
-    joined = [publishing.joined.pop(stream) for stream in list(publishing.joined)[:_PRESENCES_MAX]]
+    joined = [publishing.joined.pop(stream) for stream in list(publishing.joined)[:PRESENCES_MAX]]
     if publishing.joined:
         return joined, []
-    left, publishing.left = publishing.left[:_PRESENCES_MAX], publishing.left[_PRESENCES_MAX:]
+    left, publishing.left = publishing.left[:PRESENCES_MAX], publishing.left[PRESENCES_MAX:]
     return joined, left

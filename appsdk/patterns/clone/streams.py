@@ -39,7 +39,6 @@ class Walk:
         self.number = view.number
         self.then = view.end
         self.then_changes = view.end_changes
-        self.count = len(rows)
         self._groups: list[Sequence[Row] | None] = list(_groups(rows)) or [()]
         self.is_shared = shared
         self._encoded: list[bytes] = []

@@ -13,24 +13,7 @@ from immortal.appsdk.client import ReachOptions, with_timeout
 from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import CallTimeout, ClientError, NotConnectable
 from immortal.appsdk.client.transport import Dealer
-from immortal.appsdk.patterns.clone.frames import (
-    Activate,
-    Activated,
-    Answer,
-    Deactivate,
-    Deactivated,
-    Dropped,
-    Finished,
-    Part,
-    Ping,
-    Policy,
-    Pong,
-    Received,
-    Refused,
-    Request,
-    decode_answer,
-    encode,
-)
+from immortal.appsdk.patterns.clone import frames
 from immortal.appsdk.patterns.clone.model import (
     BEAT_S,
     CONNECT_S,
@@ -77,7 +60,7 @@ class Options:
     subtrees: tuple[str, ...] = ("",)
     window_bytes: int = WINDOW_BYTES_DEFAULT
     mark_bytes: int = MARK_BYTES_DEFAULT
-    policy: Policy = "drop"
+    policy: frames.Policy = "drop"
     label: str = ""
     relay: bool = False
     writes: str = ""
@@ -133,7 +116,7 @@ class Replica:
         self._acknowledged_bytes = 0
         self._dropped = 0  # of this stream
 
-    def activate(self, *, anew: bool = False) -> Activate:
+    def activate(self, *, anew: bool = False) -> frames.Activate:
         """Return the request for a new stream. ``anew``: from the beginning, as if there were no copy."""
         self.stream += 1
         self.subtrees = None
@@ -142,7 +125,7 @@ class Replica:
         self.received_bytes = self._acknowledged_bytes = self._dropped = 0
         options = self.options
         table, number = ("", 0) if anew else (self.table, self.number)
-        return Activate(
+        return frames.Activate(
             self.stream,
             list(options.subtrees),
             table,
@@ -155,28 +138,28 @@ class Replica:
             options.relay,
         )
 
-    def take(self, answer: Answer, size_bytes: int) -> News | bool:
+    def take(self, answer: frames.Answer, size_bytes: int) -> News | bool:
         """Process a publisher's answer of ``size_bytes``. Returns its changes, or True to request a stream again."""
-        if isinstance(answer, Part):
+        if isinstance(answer, frames.Part):
             return self.subtrees is not None and self._part(answer, size_bytes)
-        if isinstance(answer, Activated):
+        if isinstance(answer, frames.Activated):
             if answer.stream == self.stream:
                 self.subtrees, self._told_table, self.problem = tuple(answer.subtrees), answer.table, ""
                 self.forgotten = answer.forgotten
                 self._staged, self._staged_after = [], None
-        elif isinstance(answer, (Refused, Finished)) and answer.stream == self.stream:
+        elif isinstance(answer, (frames.Refused, frames.Finished)) and answer.stream == self.stream:
             self.subtrees = None
             self.problem = answer.reason
-            self.is_ahead = isinstance(answer, Refused) and answer.is_behind
+            self.is_ahead = isinstance(answer, frames.Refused) and answer.is_behind
             if not answer.again:
                 self.ended = answer.reason
             return answer.again
-        elif isinstance(answer, Dropped) and answer.stream == self.stream:
+        elif isinstance(answer, frames.Dropped) and answer.stream == self.stream:
             self.counts.dropped += answer.count - self._dropped
             self._dropped = answer.count
         return False
 
-    def _part(self, part: Part, size_bytes: int) -> News | bool:
+    def _part(self, part: frames.Part, size_bytes: int) -> News | bool:
         self.received_bytes += size_bytes
         if self._staged_after is not None:
             follows = part.after == self._staged_after
@@ -240,7 +223,6 @@ class Subscriber:
         self, context: Context, replica: Replica, find: FindPlaces, finder_of: Callable[[Place], Finder], now_s: float
     ) -> None:
         self.replica = replica
-        self.malformed = 0
         self.problem = "it was not tried yet"
         self._find = find
         self._finder_of = finder_of
@@ -377,27 +359,26 @@ class Subscriber:
         elif now_s - self._pinged_s >= self._pause_s:
             self._pinged_s = now_s
             self._unanswered += 1
-            self._say(Ping(self.replica.stream, self.replica.received_bytes))
+            self._say(frames.Ping(self.replica.stream, self.replica.received_bytes))
 
-    def _say(self, request: Request) -> bool:
+    def _say(self, request: frames.Request) -> bool:
         """Send a request; return False if there is no connection, or ZeroMQ has not completed it yet."""
-        return self._dealer.send(encode(request))
+        return self._dealer.send(frames.encode(request))
 
     # --- messages from the publisher ---------------------------------------------------------------------------------
 
     def _received(self, data: bytes, now_s: float) -> News | None:
         try:
-            answer = decode_answer(data)
+            answer = frames.decode_answer(data)
         except RemoteProtocolError as error:
-            self.malformed += 1
             self.problem = f"{self._endpoint} sends {error}"
             self._retry(now_s)
             return None
-        if isinstance(answer, Pong):
+        if isinstance(answer, frames.Pong):
             self._unanswered = 0
             self._pong(answer, now_s)
             return None
-        if isinstance(answer, Deactivated):
+        if isinstance(answer, frames.Deactivated):
             self.has_ended = True
             return None
         came = self.replica.take(answer, len(data))
@@ -414,7 +395,7 @@ class Subscriber:
             self._acknowledge()
         return None
 
-    def _pong(self, answer: Pong, now_s: float) -> None:
+    def _pong(self, answer: frames.Pong, now_s: float) -> None:
         """Request a stream again if it is lost, or if parts sent before this answer are lost."""
         replica = self.replica
         if answer.stream != replica.stream:
@@ -429,7 +410,7 @@ class Subscriber:
     def _acknowledge(self) -> None:
         total_bytes = self.replica.acknowledgement()
         if total_bytes is not None:
-            self._say(Received(self.replica.stream, total_bytes))
+            self._say(frames.Received(self.replica.stream, total_bytes))
 
     def _again(self, now_s: float) -> None:
         """Request a stream again after a hole, or after the publisher ended the stream."""
@@ -448,7 +429,7 @@ class Subscriber:
     def deactivate(self) -> None:
         """Request the end of the stream; ``has_ended`` turns True when it is acknowledged."""
         if self._dealer.is_open and self.replica.subtrees is not None:
-            self._say(Deactivate(self.replica.stream))
+            self._say(frames.Deactivate(self.replica.stream))
         else:
             self.has_ended = True
 

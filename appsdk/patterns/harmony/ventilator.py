@@ -66,13 +66,17 @@ class Batch:
         self._cluster = cluster
         self._connector = connector
         self._life = begun.life
-        self._packer = TaskPacker(begun.next)
+        self._first = begun.next  # number of the first task in ``_tasks``, those that are not sent yet
+        self._tasks: list[bytes] = []
+        self._size_bytes = 0
+        # Digests of the tasks before the first one, and of all so far; empty: unknown here.
+        self._before = self._behind = EMPTY_DIGEST if begun.next == 0 else b""
         self._flushed_s = time.monotonic()
 
     @property
     def sent(self) -> int:
         """Number of tasks so far, which is the number of the next one."""
-        return self._packer.next
+        return self._first + len(self._tasks)
 
     def send(self, tasks: Iterable[Any], *, report: Callable[[Progress], object] | None = None) -> None:
         """Send all tasks of the batch, and its end. They are not held in memory: each is taken when it can be sent.
@@ -88,7 +92,7 @@ class Batch:
             self.flush()
             digest = digest_of(islice(rest, self.sent))
             self._cluster.put(self.name, self.sent, _NO_TASKS, digest, digest, self._life)
-            self._packer.know(digest)
+            self._before = self._behind = digest
         for task in rest:
             self.put(task)
             if report is not None and time.monotonic() - reported_s >= _PROGRESS_S:
@@ -98,28 +102,37 @@ class Batch:
 
     def put(self, task: Any) -> None:
         """Add the next task. It is sent with others, or after FLUSH_S with the next one; this waits while the cluster
-        is full.
+        is full. Raises TypeError, ValueError for a task that can't be sent.
         """
-        self._packer.add(task)
-        if self._packer.is_full or time.monotonic() - self._flushed_s >= FLUSH_S:
+        encoded = _encoded(task, self.sent)
+        if len(encoded) > TASK_SIZE_BYTES_MAX - RUN_SIZE_BYTES_MAX:
+            raise ValueError(
+                f"task {self.sent} has {len(encoded)} bytes, at most {TASK_SIZE_BYTES_MAX - RUN_SIZE_BYTES_MAX} were "
+                f"expected: send where it is instead"
+            )
+        self._tasks.append(encoded)
+        if self._behind:
+            self._behind = chained_digest(self._behind, (encoded,))
+        self._size_bytes += len(encoded)
+        is_full = len(self._tasks) >= RUN_TASKS_MAX or self._size_bytes >= RUN_SIZE_BYTES_MAX
+        if is_full or time.monotonic() - self._flushed_s >= FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
         """Send all tasks so far; when this returns, they are durable at the cluster."""
-        packer = self._packer
-        first = packer.first
-        if self.sent > first and not self._cluster.put(
-            self.name, first, packer.run(), packer.before, packer.behind, self._life
+        if self._tasks and not self._cluster.put(
+            self.name, self._first, array(self._tasks), self._before, self._behind, self._life
         ):
             while not self._cluster.room(self.name):
                 pass  # ``room`` itself waits
-        self._packer.left()
+        self._first, self._before = self.sent, self._behind
+        self._tasks, self._size_bytes = [], 0
         self._flushed_s = time.monotonic()
 
     def end(self) -> None:
         """End the batch: no more tasks follow."""
         self.flush()
-        self._cluster.end(self.name, self.sent, self._packer.behind, self._life)
+        self._cluster.end(self.name, self.sent, self._behind, self._life)
 
     def progress(self) -> Progress:
         """Return this batch's progress at the cluster. Raises ClientError."""
@@ -193,54 +206,6 @@ def connect(
     client = connect_to(Cluster, cluster, timeout=timeout, **options)
     of_collectors: ReachOptions = {**options, "endpoints": (), "server_keys": ()}
     return _connected(client, lambda name: connect_to(Collector, name, timeout=timeout, **of_collectors))
-
-
-# Packing of a ventilator's tasks into runs of a message's size. No I/O, no clock.
-
-
-class TaskPacker:
-    """Packer of encoded tasks for the cluster. ``first``: the number of the first task that was not sent."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-        self.before = EMPTY_DIGEST if first == 0 else b""  # digest of the tasks before ``first``; empty: unknown here
-        self.behind = self.before  # ... and of all tasks so far
-        self._tasks: list[bytes] = []
-        self._size_bytes = 0
-
-    @property
-    def next(self) -> int:
-        """Number of the next task."""
-        return self.first + len(self._tasks)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._tasks) >= RUN_TASKS_MAX or self._size_bytes >= RUN_SIZE_BYTES_MAX
-
-    def add(self, task: Any) -> None:
-        """Add a task. Raises TypeError, ValueError if it can't be sent."""
-        encoded = _encoded(task, self.next)
-        if len(encoded) > TASK_SIZE_BYTES_MAX - RUN_SIZE_BYTES_MAX:
-            raise ValueError(
-                f"task {self.next} has {len(encoded)} bytes, at most {TASK_SIZE_BYTES_MAX - RUN_SIZE_BYTES_MAX} were "
-                f"expected: send where it is instead"
-            )
-        self._tasks.append(encoded)
-        if self.behind:
-            self.behind = chained_digest(self.behind, (encoded,))
-        self._size_bytes += len(encoded)
-
-    def run(self) -> bytes:
-        """Return all unsent tasks as one array; they stay here until :meth:`left`."""
-        return array(self._tasks)
-
-    def left(self) -> None:
-        self.first, self.before = self.next, self.behind
-        self._tasks, self._size_bytes = [], 0
-
-    def know(self, digest: bytes) -> None:
-        """Set the digest of all tasks so far; none of them may be unsent."""
-        self.before = self.behind = digest
 
 
 def digest_of(tasks: Iterable[Any]) -> bytes:

@@ -112,7 +112,6 @@ class PlainLink:
         self._was_up = False
         self._attempt = 0
         self._malformed = ""  # the last invalid message, described
-        self.malformed_count = 0
         self._places = finder.find()
         self._dealer.open(self._endpoint, self._places, 0)
 
@@ -146,7 +145,6 @@ class PlainLink:
             event = _event(frame)
         except RemoteProtocolError as error:
             self._malformed = f"it sends {error}"
-            self.malformed_count += 1
             return
         events.append(event)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from collections.abc import Collection
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -53,9 +54,18 @@ def check_name(what: str, name: str, *, empty: bool = False) -> None:
         )
 
 
-def _check_number(what: str, value: float, least: float, most: float, unit: str = "") -> None:
+def check_number(what: str, value: float, least: float, most: float, unit: str = "") -> None:
     if not least <= value <= most:
         raise ValueError(f"{what} {value:g}{unit}: {least:g} to {most:g}{unit} were expected")
+
+
+def check_worker(worker_id: str, names: Collection[str], heartbeat_s: float) -> None:
+    """Check the ID, functions and heartbeat of a worker, which checks them too before it asks. Raises ValueError."""
+    check_name("worker", worker_id)
+    check_number("number of a worker's functions", len(names), 1, NAMES_MAX)
+    for name in names:
+        check_name("function", name)
+    check_number("heartbeat", heartbeat_s, HEARTBEAT_S_MIN, HEARTBEAT_S_MAX, " s")
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -78,11 +88,11 @@ class Submission(msgspec.Struct, frozen=True):
         check_name("function", self.name)
         check_name("key", self.key, empty=True)
         check_name("dedup", self.dedup, empty=True)
-        _check_number("priority", self.priority, -PRIORITY_MAX, PRIORITY_MAX)
-        _check_number("delay", self.delay_s, 0, DELAY_S_MAX, " s")
-        _check_number("tries", self.tries, 1, TRIES_MAX)
-        _check_number("timeout", self.timeout_s, 0.001, TIMEOUT_S_MAX, " s")
-        _check_number("retry_delay", self.retry_delay_s, 0, RETRY_DELAY_NS_MAX / SECOND_NS, " s")
+        check_number("priority", self.priority, -PRIORITY_MAX, PRIORITY_MAX)
+        check_number("delay", self.delay_s, 0, DELAY_S_MAX, " s")
+        check_number("tries", self.tries, 1, TRIES_MAX)
+        check_number("timeout", self.timeout_s, 0.001, TIMEOUT_S_MAX, " s")
+        check_number("retry_delay", self.retry_delay_s, 0, RETRY_DELAY_NS_MAX / SECOND_NS, " s")
         if len(self.arguments) > ARGUMENTS_SIZE_BYTES_MAX:
             raise ValueError(
                 f"the arguments of {self.name!r} take {len(self.arguments)} bytes, at most "

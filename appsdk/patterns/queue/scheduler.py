@@ -19,9 +19,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from immortal.appsdk.patterns.queue.model import (
-    HEARTBEAT_S_MAX,
-    HEARTBEAT_S_MIN,
-    NAMES_MAX,
     NOTHING,
     RESULT_SIZE_BYTES_MAX,
     SECOND_NS,
@@ -37,6 +34,7 @@ from immortal.appsdk.patterns.queue.model import (
     Timer,
     Worker,
     check_name,
+    check_worker,
     nanoseconds,
 )
 from immortal.appsdk.patterns.queue.tasks import Rank, Tasks
@@ -305,16 +303,8 @@ class Workers:
 
     def check(self, worker_id: str, session: str, names: list[str], heartbeat_s: float) -> None:
         """Check a worker's data. Raises ValueError, QueueFull."""
-        check_name("worker", worker_id)
+        check_worker(worker_id, names, heartbeat_s)
         check_name("session", session)
-        if not 1 <= len(names) <= NAMES_MAX:
-            raise ValueError(f"a worker of {len(names)} functions; 1 to {NAMES_MAX} were expected")
-        for name in names:
-            check_name("function", name)
-        if not HEARTBEAT_S_MIN <= heartbeat_s <= HEARTBEAT_S_MAX:
-            raise ValueError(
-                f"a heartbeat each {heartbeat_s:g} s; {HEARTBEAT_S_MIN:g} to {HEARTBEAT_S_MAX:g} s were expected"
-            )
         if worker_id not in self._records.workers and len(self._records.workers) >= WORKERS_MAX:
             raise QueueFull(f"{WORKERS_MAX} workers are known, and no more can be")
 

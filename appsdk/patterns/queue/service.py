@@ -178,7 +178,9 @@ class Queue(Immortal, roles=ROLES):
 
     @query(raises=[UnknownTask])
     def task(self, task: int) -> TaskDetail:
-        return _detail(self.scheduler.tasks.get(task))
+        one = self.scheduler.tasks.get(task)
+        counts = one.tries, one.tries_left, one.timeout_ns
+        return TaskDetail(_task_view(one), one.arguments, one.result, one.failures, *counts)
 
     def _dead(self) -> list[int]:
         return [task.id for task in self.records.tasks.values() if task.state == "dead"]
@@ -274,18 +276,6 @@ def _overview(records: QueueState, state: State, now_ns: int) -> Overview:
         tasks=[_task_view(task) for task in tasks[:SHOWN_MAX]],
         late_replies=records.late_replies,
         dead_forgotten=records.dead_forgotten,
-    )
-
-
-def _detail(task: Task) -> TaskDetail:
-    return TaskDetail(
-        task=_task_view(task),
-        arguments=task.arguments,
-        result=task.result,
-        failures=task.failures,
-        tries=task.tries,
-        tries_left=task.tries_left,
-        timeout_ns=task.timeout_ns,
     )
 
 

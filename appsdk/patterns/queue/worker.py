@@ -33,16 +33,13 @@ from immortal.appsdk.client import (
     with_timeout,
 )
 from immortal.appsdk.patterns.queue.model import (
-    HEARTBEAT_S_MAX,
-    HEARTBEAT_S_MIN,
-    NAMES_MAX,
     REASON_LENGTH_MAX,
     RESULT_SIZE_BYTES_MAX,
     Given,
     QueueError,
     Reject,
     Report,
-    check_name,
+    check_worker,
 )
 from immortal.appsdk.patterns.queue.service import Queue
 from immortal.protocol import decoding
@@ -77,7 +74,6 @@ class _Function:
     """Function of a worker, with the codec of its arguments."""
 
     def __init__(self, name: str, function: Function) -> None:
-        check_name("function", name)
         if not callable(function):
             raise TypeError(f"function {name!r}: something to call was expected, not {function!r}")
         self.call = function
@@ -131,15 +127,9 @@ class Worker:
     ) -> None:
         if not isinstance(functions, Mapping):
             raise TypeError(f"functions={functions!r}: {{name: function}} was expected")
-        if not 1 <= len(functions) <= NAMES_MAX:
-            raise ValueError(f"{len(functions)} functions: 1 to {NAMES_MAX} were expected")
-        if not HEARTBEAT_S_MIN <= heartbeat <= HEARTBEAT_S_MAX:
-            raise ValueError(
-                f"heartbeat={heartbeat!r}: {HEARTBEAT_S_MIN:g} to {HEARTBEAT_S_MAX:g} seconds were expected"
-            )
-        self._functions = {name: _Function(name, function) for name, function in functions.items()}
         self.id = worker_id or f"{socket.gethostname()[:100]}-{os.getpid()}-{secrets.token_hex(4)}"
-        check_name("worker_id", self.id)
+        check_worker(self.id, functions, heartbeat)
+        self._functions = {name: _Function(name, function) for name, function in functions.items()}
         self._session = secrets.token_hex(16)
         self._queue = queue
         self._heartbeat_s = heartbeat
