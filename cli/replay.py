@@ -264,7 +264,7 @@ def why(
     settings = settings_with_log(registry, name)
     if isinstance(at, Time):
         at = _record_at(settings, at), None
-    with closing(Sessions(registry.home, question_s=timeout_s)) as sessions:
+    with closing(Sessions(registry.home, question_s=0.8 * timeout_s, answer_s=timeout_s)) as sessions:
         explainer = Explainer(registry, sessions, steps)
         found = explainer.explain(name, path, *at or (None, None))
         fewest = explainer.minimal(found) if minimal or export is not None else None

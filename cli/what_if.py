@@ -19,7 +19,7 @@ from immortal.cli.options import (
     app_or_hand,
     app_port_option,
     at_least_option,
-    check_folder,
+    check_page,
     instance_name,
     name_argument,
     pass_registry,
@@ -252,9 +252,16 @@ def _function(ctx: click.Context, parameter: click.Parameter, value: str | None)
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long the messages of a record may take; then a handler fails.",
+    help="How long the messages of a record may take, then a handler fails; and a check, which ends all.",
 )
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Try so many orders.")
+@click.option(
+    "--delays",
+    type=click.Choice(["recorded", "shortest", "longest"]),
+    default="recorded",
+    show_default=True,
+    help="How long new messages take: as those of their stream did then, or at the least or most.",
+)
 @click.option(
     "--bisect",
     "git_range",
@@ -287,6 +294,7 @@ def _fleet(
     check: str | None,
     handler_limit: float,
     seeds: int,
+    delays: str,
     git_range: str | None,
     page: Path | None,
     tables: Path | None,
@@ -299,6 +307,8 @@ def _fleet(
     ones; nothing is sent, and logs are only read. The exit status is 0 if nothing would be different, 3 if something
     would, 1 if it could not be tried.
     """
+    if seeds > 1 and delays != "recorded":
+        raise click.UsageError(f"--delays {delays} leaves one order, and --seeds tries many: give one of the two")
     if git_range is not None:
         if page is not None or tables is not None or effects == "ask":
             raise click.UsageError("--bisect tries many commits: --html, --parquet and --effects ask are for one")
@@ -312,7 +322,7 @@ def _fleet(
         if path is not None and (missing := [name for name in packages if find_spec(name) is None]):
             raise FailedError(f"{option} needs {', '.join(missing)}: {add_extra(extra)}")
     if page is not None:
-        check_folder("--html", page)
+        check_page("--html", page)
     if tables is not None and tables.exists():
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
     if os.environ.get(_HASH_SEED) != "0":  # sets need the apps' order; and an end of the process is reported
@@ -342,6 +352,7 @@ def _fleet(
             answer=functions["answer"],
             check=functions["check"],
             seeds=seeds,
+            delays=delays,
             trust_pickle=trust_pickle,
             details=page is not None or tables is not None,
         )

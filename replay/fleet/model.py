@@ -185,8 +185,10 @@ class Sent(Struct, eq=False):
 
 
 class Stream(Struct, eq=False):
-    """Stream between two services. ``settled``: number of messages equal to the log's before the receiver joined."""
+    """Stream between two services. ``kind``: see ``Rules.delays``. ``settled``: number of messages equal to the log's
+    before the receiver joined."""
 
+    kind: str = "recorded"
     settled: int = 0
     queue: deque[Sent] = field(default_factory=deque)
     last_ns: int = 0
@@ -204,6 +206,9 @@ class Stream(Struct, eq=False):
                 if to is not None:
                     made_ns = sender.log.time_of(place[0])
                     self.delays.append((made_ns, max(0, receiver.log.time_of(to[0]) - made_ns)))
+            if self.delays and self.kind != "recorded":
+                pick = min if self.kind == "shortest" else max
+                self.delays = [pick(self.delays, key=lambda one: one[1])]
         if not self.delays:
             return DELAY_NS
         if seed:
@@ -216,6 +221,8 @@ class Stream(Struct, eq=False):
 
 class Rules(Struct):
     """Rules of a what-if. ``effects``: "fail", "by-key" or a function; ``answer``: None fails calls without a log.
+    ``delays``: which delay of its stream's log a new message takes: "recorded" is the one at that time, else "shortest"
+    or "longest".
 
     ``then``: records by service after which the check fails in the record too; None while these are searched.
     """
@@ -224,6 +231,7 @@ class Rules(Struct):
     answer: Answer | None = None
     check: Check | None = None
     then: set[tuple[str, int]] | None = None
+    delays: str = "recorded"
 
     def answered(self, service: Service, to: str, message: bytes, time_ns: int) -> tuple[bytes, Row] | None:
         """Return the answer to a call of ``service`` to one without a log, with a row for people; None if no caller

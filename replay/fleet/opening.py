@@ -40,6 +40,7 @@ def what_if(
     answer: Answer | None = None,
     check: Check | None = None,
     seeds: int = 1,
+    delays: str = "recorded",
     trust_pickle: bool = False,
     details: bool = False,
 ) -> FleetOutcome:
@@ -51,7 +52,8 @@ def what_if(
     effects that no log has: "fail", "by-key" (the recorded result of the same function with the same key), or a
     function of the :class:`Call` that returns or raises. ``answer``: such a function for calls to services without a
     log. ``check``: called with the services' objects by name, after each message; it fails by False or AssertionError.
-    ``seeds``: the number of orders to try. ``details``: the outcome also has what grows with the logs.
+    ``seeds``: the number of orders to try. ``delays``: how long new messages take: "recorded", or always the "shortest"
+    or "longest" that their stream has in the log. ``details``: the outcome also has what grows with the logs.
 
     Raises ReplayError if it can't be run, LogError.
     """
@@ -90,7 +92,7 @@ def what_if(
             begin_ns,
             to_ns,
         )
-        outcome = what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds, details=details)
+        outcome = what_if_fleet(logs, Rules(effects, answer, check, delays=delays), seeds=seeds, details=details)
         outcome.notes += notes
         return outcome
 

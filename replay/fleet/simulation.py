@@ -11,6 +11,7 @@ import itertools
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.core.interfaces import ONESELF
@@ -40,6 +41,7 @@ from immortal.replay.fleet.player import (
     Slot,
     Turn,
     first_checkpoint,
+    limited,
 )
 from immortal.replay.plan import ReplayError
 from immortal.replay.result import Sink
@@ -104,7 +106,7 @@ class Simulation:
         self._seed = seed
         self._recorded = recorded
         self._early = early
-        self._streams: dict[tuple[str, str], Stream] = defaultdict(Stream)
+        self._streams: dict[tuple[str, str], Stream] = defaultdict(partial(Stream, rules.delays))
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
         self._numbers = itertools.count()
         self._others = itertools.count(FIRST_OTHER_SEQUENCE_ID)
@@ -550,7 +552,8 @@ class Simulation:
         if len(states) < len(self.logs.sources) or any(one is None for one in states.values()):
             return
         try:
-            text = "it returned False" if self._rules.check(states) is False else ""
+            with limited():
+                text = "it returned False" if self._rules.check(states) is False else ""
         except AssertionError as error:
             text = str(error) or "AssertionError"
         except Exception as error:  # of the user's function

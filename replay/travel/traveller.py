@@ -68,9 +68,9 @@ class MomentExplorer:
         self._made: OrderedDict[int, dict[int, list[tuple[str, int, bytes]]]] = OrderedDict()
         self._end_s = 0.0
 
-    def begin(self, question_s: float = QUESTION_S) -> None:
-        """Begin a question: its time limit starts now."""
-        self._end_s = time.monotonic() + question_s
+    def begin(self, end_s: float) -> None:
+        """Begin a question, whose answer is cut at that time of the monotonic clock."""
+        self._end_s = end_s
 
     def overview(self, record: int = 0) -> Values:
         """Return the records that can be visited, the checkpoints and the handlers, by the code of ``record``."""

@@ -419,6 +419,14 @@ def test_code_that_ends_its_process_is_named_with_its_status(home: Path, tmp_pat
     assert said.startswith("error: the process that replays till has ended (status 7): ")
 
 
+def test_a_replay_that_hangs_is_ended_in_the_time_that_was_given(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home, copied := tmp_path / "copy")
+    module = next(path for path in copied.glob("*.py"))
+    module.write_text(module.read_text().replace("        self.mode = mode\n", "        while True: pass\n"))
+    said = immortal(copied, "why", "till", "mode", "--timeout-s", "2", status=1)
+    assert said.startswith("error: the replay of till did not answer for 2 s, and was ended: a handler hangs")
+
+
 def run_pytest(home: Path, case: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(case.parent), str(case)],
