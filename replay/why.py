@@ -4,7 +4,9 @@ input from outside. All of it is found by replay, since no log says which messag
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct, convert, field
@@ -24,6 +26,7 @@ from immortal.replay.plan import ReplayError
 from immortal.replay.travel.sessions import Sessions
 
 STEPS_MAX = 100
+READS_MAX = 10
 
 Values = dict[str, Any]
 At = tuple[int, int]
@@ -35,14 +38,15 @@ class Step(Struct):
 
     ``call``: the message as text. ``line``: the code that set the value, or that made the next call of the chain.
     ``handler``: the async handler that ran that line, if another message had begun it. ``outside``: the origin of the
-    message, if no message caused it. ``role``: its relation to the next step: "sent" it, "began" its handler, or "had":
-    brought a result that its handler received earlier.
+    message, if no message caused it. ``role``: its relation to the next step: "sent" it, "began" its handler, "had":
+    brought a result that its handler received earlier, or "set" the value at ``path`` that it read.
     """
 
     instance: str
     record: int | None = None
     message: int | None = None
     role: str = ""
+    path: str = ""
     time: str = ""
     call: str = ""
     line: Values | None = None
@@ -54,7 +58,8 @@ class Step(Struct):
     def lines(self, indent: str = "", *, is_alone: bool = True) -> Iterator[str]:
         """Yield the step and its causes as text, the newest first. ``is_alone``: there is no other cause beside it, so
         its only cause is not indented."""
-        role = {"sent": "<- ", "had": "<- having had ", "began": "<- begun by "}.get(self.role, "")
+        roles = {"sent": "<- ", "had": "<- having had ", "began": "<- begun by ", "set": f"<- reading {self.path}, of "}
+        role = roles.get(self.role, "")
         name = self.instance if self.record is None else f"{self.instance} {self.record}:{self.message}"
         yield indent + role + "  ".join(filter(None, (name, self.time, self.call)))
         if self.handler is not None:
@@ -141,13 +146,18 @@ class Minimal(Struct):
 class Explainer:
     """Search for the causes of one value in the logs of a registry. It answers one question.
 
-    ``steps_max``: maximum of messages that it follows.
+    ``steps_max``: maximum of messages that it follows; ``reads_max``: maximum of values that these read and whose
+    causes it follows, too.
     """
 
-    def __init__(self, registry: Registry, sessions: Sessions, steps_max: int = STEPS_MAX) -> None:
+    def __init__(
+        self, registry: Registry, sessions: Sessions, steps_max: int = STEPS_MAX, reads_max: int = READS_MAX
+    ) -> None:
         self._registry = registry
         self._sessions = sessions
         self._steps_left = steps_max
+        self._reads_left = reads_max
+        self._reading: deque[tuple[Step, list[str] | None]] = deque()  # steps, and what each read; None: look
         self._seen: set[tuple[str, int | None, int | None]] = set()
 
     def explain(self, name: str, path: str, record: int | None = None, message: int | None = None) -> Explanation:
@@ -160,15 +170,23 @@ class Explainer:
                 record = reader.last_sequence_id()
             if record < 0:
                 raise ReplayError(f"the log of {name} has no record yet")
+        step, found = self._last_change(name, path, record, message)
+        if isinstance(step, tuple):
+            made = self._step(name, step, "", {"path": path})
+            self._follow_reads()
+            return Explanation(path, found["old"], found["new"], made)
+        return Explanation(path, found["now"] or "absent", found["began"] or "absent", step)
+
+    def _last_change(self, name: str, path: str, record: int, message: int | None) -> tuple[At | Step, Values]:
+        """Return the last message that changed a value, or an upgrade that did as a step. Raises ReplayError."""
         asked, began = record, None
         while True:  # each stretch of the log by the code that handled it
             found = self._sessions.ask(name, "change_behind_checkpoint", record=record, index=message, path=path)
             if record != asked and found["now"] != began and not found["is_cut"]:
                 step = Step(name, note=f"the upgrade behind record {record} converted it, and no message changed it")
-                return Explanation(path, found["now"] or "absent", began or "absent", step)
+                return step, found | {"began": began}
             if found.get("at") is not None and not found["is_cut"]:
-                step = self._step(name, tuple(found["at"]), "", {"path": path})
-                return Explanation(path, found["old"], found["new"], step)
+                return tuple(found["at"]), found
             if found["is_oldest"] or found["is_cut"]:
                 raise ReplayError(_not_found(name, path, asked, found))
             record, message, began = found["since"], None, found["began"]
@@ -196,10 +214,11 @@ class Explainer:
             elif step.line is None:
                 step.note = "no line of the app's code did that"
         except ImmortalError as error:
-            step.note, found = f"the line is not known: {_first_line(error)}", {"began": None}
+            step.note, found = f"the line is not known: {_first_line(error)}", {"began": None, "read": []}
         began = found["began"]
         if began is None or tuple(began) == at:
             step.handler = None
+        self._reading.append((step, found["read"]))
         self._follow(step)
         if step.handler is not None:
             step.causes += self._had(step, tuple(began), found["number"])
@@ -219,6 +238,7 @@ class Explainer:
         for record, message, call in reversed(found["had"]):
             cause = Step(step.instance, record, message, role="had", call=call)
             if self._is_new(cause):
+                self._reading.append((cause, None))
                 self._follow(cause)
             yield cause
 
@@ -228,8 +248,30 @@ class Explainer:
             return Step(name, role="began", call=call, note="it began in an earlier version: no log says where")
         step = Step(name, *at, role="began", call=call)
         if self._is_new(step):
+            self._reading.append((step, None))
             self._follow(step)
         return step
+
+    def _follow_reads(self) -> None:
+        """Add what set the values that the steps read, the nearest first. A message that is a step already is left
+        out."""
+        while self._reading and self._reads_left > 0:
+            step, paths = self._reading.popleft()
+            name, record, message = step.instance, step.record, step.message
+            assert record is not None
+            assert message is not None
+            if paths is None:
+                with suppress(ImmortalError):  # its code can't be run any more
+                    paths = self._sessions.ask(name, "line", record=record, index=message, path=None)["read"]
+            for path in (paths or [])[: self._reads_left]:
+                self._reads_left -= 1
+                with suppress(ImmortalError):  # it has this value since the first start, say
+                    before = (record, message - 1) if message else (record - 1, None)
+                    at, _ = self._last_change(name, path, *before)
+                    if isinstance(at, tuple) and (name, *at) not in self._seen:
+                        cause = self._step(name, at, "set", {"path": path})
+                        cause.path = path
+                        step.causes.append(cause)
 
     def _is_new(self, step: Step) -> bool:
         """Return True if the step must be followed; otherwise note in it why not."""
