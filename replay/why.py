@@ -37,9 +37,10 @@ class Step(Struct):
     """Message of the chain of causes. ``record`` None: the message is unknown, and ``note`` says why.
 
     ``call``: the message as text. ``line``: the code that set the value, or that made the next call of the chain.
-    ``handler``: the async handler that ran that line, if another message had begun it. ``outside``: the origin of the
-    message, if no message caused it. ``role``: its relation to the next step: "sent" it, "began" its handler, "had":
-    brought a result that its handler received earlier, or "set" the value at ``path`` that it read.
+    ``behind``: lines before it that made what it used, the newest first. ``handler``: the async handler that ran that
+    line, if another message had begun it. ``outside``: the origin of the message, if no message caused it. ``role``:
+    its relation to the next step: "sent" it, "began" its handler, "had": brought a result that its handler received
+    earlier, or "set" the value at ``path`` that it read.
     """
 
     instance: str
@@ -50,6 +51,7 @@ class Step(Struct):
     time: str = ""
     call: str = ""
     line: Values | None = None
+    behind: list[Values] = field(default_factory=list)
     handler: str | None = None
     outside: str = ""
     note: str = ""
@@ -65,8 +67,9 @@ class Step(Struct):
         if self.handler is not None:
             yield f"{indent}     goes on: {self.handler}"
         if self.line is not None:
-            place = f"{self.line['file']}:{self.line['line']}"
-            yield f"{indent}     {place}, in {self.line['function']}: {self.line['text']}"
+            yield f"{indent}     {_line_text(self.line)}"
+        for line in self.behind:
+            yield f"{indent}       behind {_line_text(line)}"
         if self.note:
             yield f"{indent}     {self.note}"
         if self.outside:
@@ -202,11 +205,13 @@ class Explainer:
     def _step(self, name: str, at: At, role: str, how: Values) -> Step:
         """Return a message as a step with its line and causes. ``how``: arguments of :meth:`MomentExplorer.line`."""
         step = Step(name, *at, role=role)
-        if not self._is_new(step):
+        is_new = self._is_new(step)
+        if not is_new and role != "set":
             return step
         try:
             found = self._sessions.ask(name, "line", record=at[0], index=at[1], **how)
             step.call, step.line, step.handler = found["message"], found["line"], found["handler"]
+            step.behind = found["behind"]
             if found["is_cut"]:
                 step.line, step.note = None, "no time to find the line"
             elif not found["changed"] and not role:
@@ -215,6 +220,8 @@ class Explainer:
                 step.note = "no line of the app's code did that"
         except ImmortalError as error:
             step.note, found = f"the line is not known: {_first_line(error)}", {"began": None, "read": []}
+        if not is_new:
+            return step
         began = found["began"]
         if began is None or tuple(began) == at:
             step.handler = None
@@ -247,14 +254,14 @@ class Explainer:
         if at[0] < 0:
             return Step(name, role="began", call=call, note="it began in an earlier version: no log says where")
         step = Step(name, *at, role="began", call=call)
+        self._reading.append((step, None))
         if self._is_new(step):
-            self._reading.append((step, None))
             self._follow(step)
         return step
 
     def _follow_reads(self) -> None:
-        """Add what set the values that the steps read, the nearest first. A message that is a step already is left
-        out."""
+        """Add what set the values that the steps read, the nearest first, each once."""
+        known: set[tuple[str, At, str]] = set()
         while self._reading and self._reads_left > 0:
             step, paths = self._reading.popleft()
             name, record, message = step.instance, step.record, step.message
@@ -262,13 +269,15 @@ class Explainer:
             assert message is not None
             if paths is None:
                 with suppress(ImmortalError):  # its code can't be run any more
-                    paths = self._sessions.ask(name, "line", record=record, index=message, path=None)["read"]
+                    found = self._sessions.ask(name, "line", record=record, index=message, path=None)
+                    paths, step.behind = found["read"], found["behind"]
             for path in (paths or [])[: self._reads_left]:
                 self._reads_left -= 1
                 with suppress(ImmortalError):  # it has this value since the first start, say
                     before = (record, message - 1) if message else (record - 1, None)
                     at, _ = self._last_change(name, path, *before)
-                    if isinstance(at, tuple) and (name, *at) not in self._seen:
+                    if isinstance(at, tuple) and (name, at, path) not in known and self._steps_left:
+                        known.add((name, at, path))
                         cause = self._step(name, at, "set", {"path": path})
                         cause.path = path
                         step.causes.append(cause)
@@ -373,6 +382,10 @@ def _not_found(name: str, path: str, record: int, found: Values) -> str:
         f"{name}: {path} is {found['now']} since record {since}, the oldest checkpoint, or before: ask a copy of the"
         " log that reaches back further ('immortal restore'), or keep more with the setting keep_checkpoints"
     )
+
+
+def _line_text(line: Values) -> str:
+    return f"{line['file']}:{line['line']}, in {line['function']}: {line['text']}"
 
 
 def _first_line(error: Exception) -> str:

@@ -6,16 +6,21 @@ import ast
 import linecache
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from immortal.appsdk.running.debugger import is_of_user
 from immortal.appsdk.state.tree import Tree
 from immortal.appsdk.waiting.task_self import TaskSelf
 from immortal.appsdk.waiting.tasks import describe_place
 from immortal.replay.travel.values import same, step_text
+
+TRAIL_MAX = 10_000  # lines of one message that are kept
+BEHIND_MAX = 8
+
+Line = tuple[FrameType, int]
 
 
 class LineWatch:
@@ -42,6 +47,8 @@ class LineWatch:
         self._read_count = 0  # of these, up to the last change
         self._before = sys.gettrace()
         self._outside = set(_frames(sys._getframe()))  # they ran before
+        self._trail: list[Line] = []  # all lines that have run
+        self._changes: list[int] = []  # the length of the trail at each change
         self._at: tuple[FrameType, int, Any] | None = None  # the line that runs
         self.found: tuple[FrameType, int, Any] | None = None  # the last one that changed it, and who ran it
         self.changed = self.is_cut = self._is_over = False
@@ -58,7 +65,8 @@ class LineWatch:
             return None
         at = self._outer(frame) if event == "return" else frame
         self._at = at, at.f_lineno, self._running()
-        if event == "line":
+        if event == "line" and len(self._trail) < TRAIL_MAX:
+            self._trail.append((frame, frame.f_lineno))
             self._read.update(dict.fromkeys(paths_read(frame, self._state)))
         return self
 
@@ -79,6 +87,7 @@ class LineWatch:
         if not same(value, self._value):
             self._value, self.found, self.changed = value, self._at, True
             self._read_count = len(self._read)
+            self._changes.append(len(self._trail))
 
     def stop(self) -> None:
         """Compare for the last time. Only the first call does so."""
@@ -95,11 +104,81 @@ class LineWatch:
     def place(self) -> dict[str, Any] | None:
         return None if self.found is None else describe_place(*self.found[:2])
 
+    def behind(self) -> list[dict[str, Any]]:
+        """Return the lines before, the newest first, that made what the line used; without it, all that set names."""
+        line = None if self.found is None else self.found[:2]
+        if line is None:
+            found = [one for one in reversed(self._trail) if _flow(one).sets]
+        else:
+            found = [self._trail[at - 1] for at in reversed(self._changes[:-1]) if at]
+            found += _made_of(line, self._trail[: self._changes[-1]])
+        return [describe_place(*one) for one in dict.fromkeys(found) if one != line][:BEHIND_MAX]
+
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+# Names that a line uses, and the lines that set these.
+
+
+class _Flow(NamedTuple):
+    sets: frozenset[str]
+    uses: frozenset[str]
+
+
+_NO_FLOW = _Flow(frozenset(), frozenset())
+
+
+def _flow(line: Line) -> _Flow:
+    return _flows(line[0].f_code.co_filename).get(line[1], _NO_FLOW)
+
+
+@cache
+def _flows(file: str) -> dict[int, _Flow]:
+    """Parse a file: the names that the statement at a line sets and uses."""
+    found: dict[int, _Flow] = {}
+    for node in ast.walk(_tree(file)):
+        if not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        parts = [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.stmt | ast.excepthandler)]
+        names = [one for part in parts for one in ast.walk(part) if isinstance(one, ast.Name)]
+        sets = frozenset(one.id for one in names if isinstance(one.ctx, ast.Store))
+        uses = frozenset(one.id for one in names if isinstance(one.ctx, ast.Load) or isinstance(node, ast.AugAssign))
+        last = max([node.lineno, *(one.end_lineno or 0 for one in parts if isinstance(one, ast.expr))])
+        found |= dict.fromkeys(range(node.lineno, last + 1), _Flow(sets, uses))
+    return found
+
+
+def _made_of(line: Line, trail: Sequence[Line]) -> Iterator[Line]:
+    """Yield the lines of ``trail``, the newest first, that set what ``line`` uses; and so on, also in callers."""
+    needed = {line[0]: set(_flow(line).uses)}
+    began = {frame: at for at, (frame, _) in reversed(list(enumerate(trail)))}
+    for at in reversed(range(len(trail))):
+        frame = trail[at][0]
+        names, flow = needed.get(frame, set()), _flow(trail[at])
+        if names & flow.sets and trail[at] != line:
+            yield trail[at]
+            names -= flow.sets
+            names |= flow.uses
+        if at and began[frame] == at and names & set(_parameters(frame)):  # the line before has called it
+            needed.setdefault(trail[at - 1][0], set()).update(_flow(trail[at - 1]).uses)
+            yield trail[at - 1]
+
+
+def _parameters(frame: FrameType) -> tuple[str, ...]:
+    code = frame.f_code
+    return tuple(name for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if name != "self")
+
+
+@cache
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # of a file that was changed meanwhile
+        return ast.Module([], [])
 
 
 # Values of a state that a line reads: its source is looked at, and keys are worked out in its frame.
@@ -142,10 +221,7 @@ def _reads_by_line(file: str) -> defaultdict[int, list[ast.expr]]:
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    try:
-        visit(ast.parse("".join(linecache.getlines(file))))
-    except SyntaxError:  # of a file that was changed meanwhile
-        found.clear()
+    visit(_tree(file))
     return found
 
 

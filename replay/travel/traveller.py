@@ -301,7 +301,8 @@ class MomentExplorer:
     ) -> Values:
         """Find the line of user code at which a message set the value at ``path``; with ``destination``, the line that
         made its call ``number`` (from 0) to that instance; None: no line. Also return the async handler that ran it, if
-        any, and the paths of the values that were read before."""
+        any, and what ran before: the lines that made what that line used, and the paths of the values that were
+        read."""
         steps, walk = steps_of(path or ""), self._before_record(record)
         dispatcher = walk.app.dispatcher
         assert isinstance(dispatcher.outbox, TracingOutbox)
@@ -340,6 +341,7 @@ class MomentExplorer:
         return {
             "message": self._words(record, index),
             "line": watch.place(),
+            "behind": watch.behind(),
             "read": watch.read,
             "changed": watch.changed,
             "is_cut": watch.is_cut,

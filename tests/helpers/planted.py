@@ -273,7 +273,7 @@ class Planted:
             values[0] != values[1],
             any(one.outside and (one.instance, one.record) == ("s0", wrong.culprit + 1) for one in every),
             any(one.instance == place and CULPRIT in f"{one.call}{one.handler}" for one in every),
-            any(one.line is not None and one.line["text"].endswith("# planted") for one in every),
+            any(line["text"].endswith("# planted") for one in every for line in (one.line, *one.behind) if line),
             "\n".join(found.lines()),
         )
 
