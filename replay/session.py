@@ -203,6 +203,8 @@ class ReplaySession:
         self._snapshot = False
         self._blob_is_final = False
         self._upgraded_to: int | None = None  # None again after the next record
+        self.reads_origins = True
+        """False: outputs come without their origins."""
         self.app_leaves = False
         """True if the app got a goodbye: it closes the connection itself."""
         self._impulses = summary.impulses_by_destination()
@@ -432,7 +434,8 @@ class ReplaySession:
         return ()
 
     def _origins_of_calls(self, message: Message) -> Iterable[Event]:
-        self._origins = decode_origins(message.data)
+        if self.reads_origins:
+            self._origins = decode_origins(message.data)
         return ()
 
     def _numbers(self, message: Message) -> Iterable[Event]:

@@ -142,6 +142,8 @@ class TracingDispatcher(Dispatcher):
         tracing: dict[str, Any] = {"make_outbox": TracingOutbox, "make_tasks": RenumberedTasks}
         super().__init__(definition, draw_seed, wake, extensions=EXTENSIONS, **tracing, **how)
         self._rewinds.copies.keeps_all = True  # it is not restarted
+        self.reports_numbers = True
+        """False: the caller takes them from ``tasks.drawn``."""
         self._ended_sequence_id = -1  # the last record that was handled completely
         self._told_sequence_id = -1
 
@@ -157,6 +159,8 @@ class TracingDispatcher(Dispatcher):
         yield from super()._logged(record)
         self.tasks.end_record()
         self._ended_sequence_id = sequence_id = record.header.sequence_id
+        if not self.reports_numbers:
+            return
         drawn, self.tasks.drawn = self.tasks.drawn, []
         for start in range(0, len(drawn), DRAWS_MAX):
             self.outbox.send(encode_numbers(sequence_id, drawn[start : start + DRAWS_MAX]))
@@ -171,7 +175,7 @@ class TracingDispatcher(Dispatcher):
 
     def _tell_progress(self) -> None:
         """Report that this run draws no more numbers for the records so far."""
-        if self.tasks.others is None and self._told_sequence_id < self._ended_sequence_id:
+        if self.reports_numbers and self.tasks.others is None and self._told_sequence_id < self._ended_sequence_id:
             self._told_sequence_id = self._ended_sequence_id
             self.outbox.send(encode_numbers(self._ended_sequence_id))
 

@@ -66,7 +66,7 @@ class CallComparison:
     def miss(self, service: Service, place: Place, cause: int | None) -> None:
         """Note that the message at ``place`` is missing, so that its outputs of then are missing too."""
         time_ns = service.log.time_of(place[0])
-        for destination, outputs in service.recorded.made.get(place, {}).items():
+        for destination, outputs in service.recorded.made(place).items():
             for output in outputs:
                 was = output.message
                 self._add(service, Difference(service.name, "missing", destination, place, was, None, cause, time_ns))
@@ -134,7 +134,7 @@ class CallComparison:
             call = service.player.tasks.calls.get(number)
             task = None if call is None else call.task.number
         else:
-            task = service.recorded.tasks.get(number)
+            task = service.recorded.draws.task_of(number)
         return None if task is None else (destination, rpc.method_id, "of", task)
 
     @staticmethod
@@ -143,7 +143,7 @@ class CallComparison:
         if (number := _number_of_awaited(service, rpc_of(message))) is None:
             return None
         if not is_new:
-            return service.recorded.started.get(service.recorded.tasks.get(number, 0))
+            return service.recorded.draws.began(service.recorded.draws.task_of(number))
         call = service.player.tasks.calls.get(number)
         task = None if call is None else service.player.tasks.waiting(call.task.number)
         return None if task is None else task.began_at

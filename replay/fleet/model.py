@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -16,14 +13,13 @@ from immortal.appsdk.calls.failures import encode_failed
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.waiting.impulses import Effect
 from immortal.coordinator.core.formatting import time_text
-from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import rpc_of
 from immortal.protocol import decoding
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
-from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, Log, LoggedRecord, Place, Player, Recorded
+from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, LoggedRecord, Place, Player
+from immortal.replay.fleet.recorded import Log, Recorded
 from immortal.replay.plan import ReplayError
 
 DELAY_NS = 1_000_000  # of a message in a stream that never had one, and of an effect that never ran
@@ -129,30 +125,37 @@ class Service(Struct, eq=False):
     equal: int = 0
     stopped: str = ""
     messages: int = 0
+    records: Iterator[LoggedRecord] = iter(())
+    upcoming: LoggedRecord | None = None
 
     @property
     def log(self) -> Log:
         return self.recorded.log
 
+    def __post_init__(self) -> None:
+        self.records = self.log.records()
+        self.upcoming = next(self.records, None)
+
     @property
     def next_record(self) -> LoggedRecord | None:
-        if self.stopped or self.cursor >= len(self.log.records):
-            return None
-        return self.log.records[self.cursor]
+        return None if self.stopped else self.upcoming
+
+    def step(self) -> None:
+        """Note that the next record is being handled."""
+        self.cursor += 1
+        self.upcoming = next(self.records, None)
 
     def receiver(self, destination: str) -> str:
         """Return the name of the service that receives this service's stream to ``destination``."""
         return destination or self.name
 
-    def tell(self, sequence_id: int, indices: Iterable[int]) -> None:
-        """Give the run the numbers that the executions which these messages start drew in the log's run."""
-        told = [draw for index in indices for draw in self.recorded.draws.get((sequence_id, index), ())]
+    def tell(self, sequence_id: int, indices: Iterable[int] | None = None) -> None:
+        """Give the run the numbers that the executions which these messages start (None: all of the record) drew in
+        the log's run."""
+        draws = self.recorded.draws
+        of_all = draws.starts(sequence_id) if indices is None else indices
+        told = [draw for index in of_all for draw in draws.of(sequence_id, index)]
         self.player.tasks.told(told)
-
-    def count_inputs(self) -> int:
-        """Count the messages from outside that it has had: impulses, with timers and results, and clients' requests."""
-        batches = (batch for record in self.log.records[: self.cursor] for batch in record.trailer.batches)
-        return sum(batch.count for batch in batches if batch.kind in (BatchKind.IMPULSES, BatchKind.CLIENT))
 
     def refuse_early(self) -> NoReturn:
         """Raise ReplayError: a changed message belongs before the service's first state."""
@@ -172,51 +175,6 @@ class Service(Struct, eq=False):
     def reached(self) -> int:
         """Last record of its log that was handled."""
         return self.log.checkpoint.sequence_id + self.cursor
-
-
-class Sent(Struct, eq=False):
-    """Message on its way. ``slot``: its place in the receiver's log; ``time_ns``: its arrival if it has no place."""
-
-    message: bytes
-    slot: Place | None
-    difference: int | None
-    time_ns: int | None = None
-    is_due: bool = False
-
-
-class Stream(Struct, eq=False):
-    """Stream between two services. ``kind``: see ``Rules.delays``. ``settled``: number of messages equal to the log's
-    before the receiver joined."""
-
-    kind: str = "recorded"
-    settled: int = 0
-    queue: deque[Sent] = field(default_factory=deque)
-    last_ns: int = 0
-    drawn: random.Random | None = None
-    delays: list[tuple[int, int]] | None = None
-
-    def delay_ns(self, sender: Service, receiver: Service, seed: int, time_ns: int) -> int:
-        """Return a new message's delay in ns, from delays in the log. ``seed`` 0: that of the last message before."""
-        if self.delays is None:
-            self.delays = []
-            destination = ONESELF if sender is receiver else receiver.name
-            made = zip(sender.recorded.order[destination], sender.recorded.places[destination], strict=True)
-            for position, place in made:
-                to = receiver.log.place_of(ONESELF if sender is receiver else sender.name, position)
-                if to is not None:
-                    made_ns = sender.log.time_of(place[0])
-                    self.delays.append((made_ns, max(0, receiver.log.time_of(to[0]) - made_ns)))
-            if self.delays and self.kind != "recorded":
-                pick = min if self.kind == "shortest" else max
-                self.delays = [pick(self.delays, key=lambda one: one[1])]
-        if not self.delays:
-            return DELAY_NS
-        if seed:
-            if self.drawn is None:
-                self.drawn = random.Random(f"{seed} {sender.name} {receiver.name}")  # noqa: S311 (from a seed)
-            return self.drawn.choice(self.delays)[1]
-        at = bisect_right(self.delays, time_ns, key=lambda one: one[0]) - 1
-        return self.delays[max(0, at)][1]
 
 
 class Rules(Struct):

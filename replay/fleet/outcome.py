@@ -18,7 +18,9 @@ from immortal.coordinator.log.record_contents import message_at, record_of, rpc_
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.messages import RpcKind
 from immortal.replay.fleet.model import Broken, Difference, Logs, Rules, Service
-from immortal.replay.fleet.player import Place, Recorded, not_of_code
+from immortal.replay.fleet.player import Place, first_checkpoint, not_of_code
+from immortal.replay.fleet.recorded import Recorded
+from immortal.replay.fleet.screening import screen
 from immortal.replay.fleet.simulation import FIRST_OTHER_SEQUENCE_ID, Simulation, simulate
 from immortal.replay.plan import ReplayError
 from immortal.replay.result import format_failure, group_outcomes
@@ -216,6 +218,8 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
     for name in logs.changes:
         if name not in logs.sources:
             raise ReplayError(f"{name!r} has no log here: {', '.join(sorted(logs.sources)) or 'no service'} has one")
+    if rules.check is None and not details and (same := _screened(logs, seeds)) is not None:
+        return same
     recorded: dict[str, Recorded] = {}
     broken_in_record: BrokenCheck | None = None
     if rules.check is not None:
@@ -245,6 +249,25 @@ def what_if_fleet(logs: Logs, rules: Rules, *, seeds: int = 1, details: bool = F
     all_ends = list(ends.values())
     first.seeds = Seeds(seeds, seeds - all_ends[0].count, sum(one.broken for one in all_ends), all_ends)
     return first
+
+
+def _screened(logs: Logs, seeds: int) -> FleetOutcome | None:
+    """Return the outcome if the changed code does the same in each service by itself; None if that is not certain."""
+    services = []
+    for name, new in logs.changes.items():
+        source = logs.sources[name]
+        try:
+            route = first_checkpoint(source, logs.begin_ns)
+            one = screen(source, route, logs.code(name), new, to_ns=logs.to_ns, outsiders=logs.outsiders)
+        except ReplayError:
+            return None  # the run says why
+        if one.is_different:
+            return None
+        why = "its code is changed"
+        services.append(ServiceOutcome(name, True, why, one.messages, one.sent, None, [], [], [], ""))
+    others = sorted(logs.sources.keys() - logs.changes.keys())
+    ends = Seeds(seeds, ends=[End(0, seeds, 0, "")])
+    return FleetOutcome(False, services, others, [], ClientAnswers(), [], [], None, None, None, ends, [])
 
 
 def value_text(difference: Mapping[str, Any], side: str) -> str:
@@ -356,10 +379,11 @@ def _hours(simulation: Simulation, words: _Words) -> list[Hour]:
         return hours.setdefault(key, Hour(*key))
 
     for name, service in simulation.services.items():
-        for place, made in service.recorded.made.items():
-            for destination, outputs in made.items():
-                for output in outputs:
-                    hour(name, destination, output.message, service.log.time_of(place[0])).recorded += 1
+        for record in service.log.records():
+            for made in service.recorded.made_in(record.sequence_id).values():
+                for destination, outputs in made.items():
+                    for output in outputs:
+                        hour(name, destination, output.message, record.time_ns).recorded += 1
     for one in simulation.differences:
         found = hour(one.service, one.destination, one.message, one.time_ns)
         setattr(found, one.kind, getattr(found, one.kind) + 1)
@@ -455,10 +479,9 @@ class _Words:
         return "".join((f": {made}" if made else "", f", in {began}" if began else ""))
 
     def _message(self, service: Service, place: Place | None) -> str | None:
-        at = -1 if place is None else place[0] - service.log.checkpoint.sequence_id - 1
-        if place is None or not 0 <= at < len(service.log.records):
+        if place is None or (record := service.log.read(place[0])) is None:
             return None
-        message = message_at(record_of(service.log.records[at].value).content, place[1])
+        message = message_at(record_of(record.value).content, place[1])
         return None if message is None else self.call(service.name, message)
 
     def call(self, service: str, message: bytes) -> str:

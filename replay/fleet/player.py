@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -18,25 +18,22 @@ from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.running.tracing import TracingDispatcher
-from immortal.appsdk.waiting.impulses import Effect, EffectResult, encode_result
+from immortal.appsdk.waiting.impulses import Effect, encode_result
 from immortal.coordinator.core.formatting import Methods
-from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, record_of, rpcs
-from immortal.protocol import decoding
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.extensions import Origin, RandomDraw, decode_numbers, encode_record_time
-from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.extensions import RandomDraw, decode_app_batch, decode_origins, encode_record_time
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_messages, encode_incoming_rpc
 from immortal.protocol.record import decode_header, encode_record
-from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, decode_trailer
-from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
+from immortal.protocol.verdicts import Verdict, VerdictKind
 from immortal.replay.host import LocalRun
-from immortal.replay.plan import OWN_VERSION, ReplayError, ReplayPlan, Route, never_was, plan_first, usable_checkpoints
+from immortal.replay.plan import OWN_VERSION, ReplayError, ReplayPlan, Route, plan_first, usable_checkpoints
 from immortal.replay.result import Sink
-from immortal.replay.session import Ended, Event, NumbersDrawn, Outputs, VerdictGiven
-from immortal.replay.verify import ProvingSink
+from immortal.replay.session import Ended, Event, Outputs, VerdictGiven
 
 Place = tuple[int, int]
 """Place of a message: (record, its index in the record)."""
@@ -63,6 +60,11 @@ class LoggedRecord(Struct, frozen=True):
     value: bytes
     trailer: Trailer
 
+    @classmethod
+    def of(cls, value: bytes) -> LoggedRecord:
+        header = decode_header(value)
+        return cls(header.sequence_id, value, decode_trailer(value[header.size_bytes :], header.check))
+
     @property
     def time_ns(self) -> int:
         return self.trailer.time_ns
@@ -79,53 +81,13 @@ class LoggedRecord(Struct, frozen=True):
         return found
 
 
-class Log:
-    """Records of a log after ``checkpoint`` up to ``to_ns``, with the place of each message of each stream."""
-
-    def __init__(self, source: RecordSource, checkpoint: CheckpointHeader, to_ns: int | None) -> None:
-        self.source = source
-        self.checkpoint = checkpoint
-        self.records: list[LoggedRecord] = []
-        self._runs: dict[str, list[tuple[int, int, Place]]] = defaultdict(list)
-        for value in source.values(checkpoint.sequence_id + 1, source.summary().last_sequence_id):
-            header = decode_header(value)
-            record = LoggedRecord(header.sequence_id, value, decode_trailer(value[header.size_bytes :], header.check))
-            if to_ns is not None and record.time_ns > to_ns:
-                break
-            self.records.append(record)
-            index = 0
-            for batch in record.trailer.batches:
-                if batch.kind == BatchKind.STREAM:
-                    run = batch.first_position, batch.last_position, (record.sequence_id, index)
-                    self._runs[batch.name].append(run)
-                index += batch.count
-
-    @property
-    def begin_ns(self) -> int:
-        return self.checkpoint.time_ns
-
-    @property
-    def end_ns(self) -> int:
-        return self.records[-1].time_ns if self.records else self.begin_ns
-
-    def time_of(self, sequence_id: int) -> int:
-        at = sequence_id - self.checkpoint.sequence_id - 1
-        return self.records[at].time_ns if at >= 0 else self.begin_ns
-
-    def place_of(self, sender: str, position: int) -> Place | None:
-        """Return the place of the message with ``position`` in the stream of ``sender`` ("": itself); None if the
-        log's part has none."""
-        runs = self._runs.get(sender, [])
-        at = bisect_right(runs, position, key=lambda run: run[0]) - 1
-        if at < 0 or position > runs[at][1]:
-            return None
-        first, _, (sequence_id, index) = runs[at]
-        return sequence_id, index + position - first
-
-    def had_before(self, sender: str, position: int) -> bool:
-        """Return True if the message was handled before the first record here."""
-        runs = self._runs.get(sender, [])
-        return bool(runs) and position < runs[0][0]
+def logged(source: RecordSource, checkpoint: CheckpointHeader, to_ns: int | None) -> Iterator[LoggedRecord]:
+    """Yield the records after ``checkpoint``, up to the present last one and up to ``to_ns``."""
+    for value in source.values(checkpoint.sequence_id + 1, source.summary().last_sequence_id):
+        record = LoggedRecord.of(value)
+        if to_ns is not None and record.time_ns > to_ns:
+            return
+        yield record
 
 
 class Output(Struct, frozen=True):
@@ -138,12 +100,45 @@ class Output(Struct, frozen=True):
 
 
 class Turn(Struct):
-    """Result of one record. ``stopped``: why the app stopped; "" if it continues."""
+    """Result of one record: ``said``: the app's output as bytes, ``made``: runs of its messages, without origins.
 
-    outputs: list[Output] = field(default_factory=list)
+    ``name``: of the service. ``stopped``: why the app stopped; "" if it continues.
+    """
+
+    name: str
+    said: bytes = b""
+    made: list[Outputs] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     draws: list[RandomDraw] = field(default_factory=list)
     stopped: str = ""
+
+    @property
+    def outputs(self) -> Iterator[Output]:
+        """Messages that the code sent, one by one."""
+        runs = ((one.destination, range(one.first_position, one.first_position + one.count)) for one in self.made)
+        return outputs_in(self.said, self.name, runs)
+
+
+def outputs_in(said: bytes, name: str, runs: Iterable[tuple[str, range]]) -> Iterator[Output]:
+    """Yield the messages in the output of the app of the service ``name``, at these positions by destination."""
+    positions: dict[str, list[int]] = defaultdict(list)
+    for destination, run in runs:
+        positions[destination] += run
+    left = {destination: iter(found) for destination, found in positions.items()}
+    places: list[Place] = []
+    for message_type, start, end in decode_messages(said):
+        if message_type == MessageType.ORIGINS:
+            origins = decode_origins(said[start:end])
+            places = [place for one in origins for place in [(one.sequence_id, one.message_index)] * one.count]
+        elif message_type == MessageType.STREAM_BATCH:
+            batch = decode_app_batch(said[start:end])
+            destination = ONESELF if batch.destination == name else batch.destination
+            offset, payload = 0, batch.payload
+            for place, (_, _, behind) in zip(places, decode_messages(payload), strict=True):
+                yield Output(destination, next(left[destination]), place, payload[offset:behind])
+                offset = behind
+        elif message_type == MessageType.CHECKPOINT:
+            return  # of an upgrade; its blob is no message
 
 
 def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
@@ -164,6 +159,7 @@ def first_checkpoint(source: RecordSource, not_after_ns: int | None) -> Route:
         raise ReplayError(f"{name}: {error}") from None
 
 
+NEW_OBJECTS_MAX = 50_000  # before the next collection of garbage
 _running = False
 _limit_s = 0.0  # no limit
 _FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork")
@@ -174,6 +170,7 @@ def seal_process(limit_s: float) -> None:
     long as this process lives. Call it in the main thread.
     """
     global _limit_s
+    gc.set_threshold(NEW_OBJECTS_MAX)  # many handlers wait at once: a fifth of the time would go into collections
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"a what-if gives it {limit_s:g} s (--handler-limit): it was ended")
@@ -215,7 +212,7 @@ class Player(LocalRun):
         is_new: bool = False,
         outsiders: frozenset[str] = frozenset(),
     ) -> None:
-        self._turn = Turn()
+        self._turn = Turn(source.identity.instance_name)
         header = route.checkpoint
         if is_new and definition.version not in (header.version, *(one.version for one in route.versions)):
             route = Route(header, None, upgrade_to=OWN_VERSION)
@@ -224,6 +221,8 @@ class Player(LocalRun):
         assert isinstance(self.app.dispatcher, TracingDispatcher)
         self.dispatcher = self.app.dispatcher
         self.tasks = self.dispatcher.tasks
+        self.dispatcher.reports_numbers = False  # they are taken from the tasks
+        self.session.reads_origins = False
         self.restore()
         if self._turn.stopped:
             name = source.identity.instance_name
@@ -268,9 +267,10 @@ class Player(LocalRun):
         return self._turn_of(partial(self.session.give_other_record, value, sources))
 
     def _turn_of(self, action: Callable[[], object]) -> Turn:
-        self._turn = turn = Turn()
+        self._turn = turn = Turn(self.source.identity.instance_name)
         action()
         self.pass_on()
+        turn.draws, self.tasks.drawn = self.tasks.drawn, []
         return turn
 
     def time_message(self, time_ns: int) -> bytes:
@@ -324,16 +324,15 @@ class Player(LocalRun):
     def listen(self) -> None:
         self.dispatcher.outbox.close_batches()
         self.app.take_output()
+        self._turn.said += self.app.output
         super().listen()
 
     def take(self, event: Event) -> None:
         super().take(event)
         if isinstance(event, Outputs):
-            self._turn.outputs += _outputs(event)
+            self._turn.made.append(event)
         elif isinstance(event, VerdictGiven):
             self._turn.verdicts.append(event.verdict)
-        elif isinstance(event, NumbersDrawn):
-            self._turn.draws += decode_numbers(event.data).draws if event.data else ()
         elif isinstance(event, Ended) and event.failure is not None:
             place = f"record {event.failure.sequence_id}, message {event.failure.message_index}"
             self._turn.stopped = f"{place}: {event.failure.text}"
@@ -342,111 +341,3 @@ class Player(LocalRun):
 def not_of_code(verdict: Verdict) -> bool:
     """Return True if other code can't change the verdict, or must not run the message here: it is skipped."""
     return verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
-
-
-def _outputs(event: Outputs) -> Iterator[Output]:
-    origins = event.origins or [Origin(-1, 0, event.count)]
-    places = (place for one in origins for place in [(one.sequence_id, one.message_index)] * one.count)
-    for at, ((message, _), place) in enumerate(zip(rpcs(event.payload), places, strict=True)):
-        yield Output(event.destination, event.first_position + at, place, message)
-
-
-# The run of the log's own code, message by message: the base of comparisons.
-
-
-class EffectDone(Struct):
-    """Effect whose result is in the log."""
-
-    name: str
-    encoded: bytes
-    key: str | None
-    number: int
-    begun_ns: int
-    done: Place | None = None
-    done_ns: int = 0
-    message: bytes = b""
-
-
-class Recorded:
-    """Complete run of the log's own code over ``log``. Raises ReplayError if its calls differ from the
-    log's."""
-
-    def __init__(self, log: Log, route: Route, definition: Definition, outsiders: frozenset[str]) -> None:
-        source = log.source
-        name = source.identity.instance_name
-        self.log = log
-        self.starts = {destination: mark.position for destination, mark in route.checkpoint.outputs.items()}
-        self.made: dict[Place, dict[str, list[Output]]] = {}
-        self.order: dict[str, list[int]] = defaultdict(list)  # by destination: positions of the app's outputs
-        self.places: dict[str, list[Place]] = defaultdict(list)  # ... and the messages that caused them
-        self.due: dict[int, int | None] = {route.checkpoint.sequence_id: None}
-        # Numbers drawn by an execution, by the message that started it; None: executions that waited at the checkpoint.
-        self.draws: dict[Place | None, list[RandomDraw]] = defaultdict(list)
-        self.started: dict[int, Place] = {}
-        self.tasks: dict[int, int] = {}  # by a call's number: the execution that made it
-        self.effects: dict[int, EffectDone] = {}
-        self.verdicts: dict[MessageKey, Verdict] = {}
-        proving = ProvingSink(source, route)
-        player = Player(source, route, definition, proving, outsiders=outsiders)
-        self.due[route.checkpoint.sequence_id] = player.next_due_ns
-        self._note_effects(player, route.checkpoint.time_ns)
-        for record in log.records:
-            proving.record(record.sequence_id, record.value, record.trailer)
-            for place, message, number in _effect_results(record):
-                if (effect := self.effects.get(number)) is not None:
-                    effect.done, effect.done_ns, effect.message = place, record.time_ns, message
-            turn = player.give_logged(record)
-            if turn.stopped:
-                raise ReplayError(f"{name}: {definition.name}, the code of the log, stops at {turn.stopped}")
-            for output in turn.outputs:
-                self.made.setdefault(output.place, {}).setdefault(output.destination, []).append(output)
-                self.order[output.destination].append(output.position)
-                self.places[output.destination].append(output.place)
-            for draw in turn.draws:
-                if draw.task:
-                    self.tasks[draw.number] = draw.task
-                    self.draws[self.started.get(draw.task)].append(draw)
-                else:
-                    self.started[draw.number] = place = (record.sequence_id, draw.detail)
-                    self.draws[place].append(draw)
-            self.due[record.sequence_id] = player.next_due_ns
-            self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
-            self._note_effects(player, record.time_ns)
-        if problem := proving.difference(name, player.methods):
-            raise ReplayError(never_was(name, problem))
-        last = log.records[-1].sequence_id if log.records else route.checkpoint.sequence_id
-        told = {one.key: one for one in source.summary().verdicts if one.sequence_id <= last}
-        self.verdicts |= {key: one for key, one in told.items() if key[0] > route.checkpoint.sequence_id}
-        self.state = player.finish(last)
-        self.methods = player.methods
-        player.close()
-
-    def _note_effects(self, player: Player, time_ns: int) -> None:
-        for number, effect in player.waiting_effects().items():
-            if number not in self.effects:
-                key = effect.options.key
-                self.effects[number] = EffectDone(effect.function.name, effect.encoded, key, number, time_ns)
-
-    def place_up_to(self, destination: str, position: int) -> Place | None:
-        """Return the place that caused a stream's last message up to ``position``; None if there is none."""
-        at = bisect_right(self.order.get(destination, []), position) - 1
-        return self.places[destination][at] if at >= 0 else None
-
-    def place_that_made(self, destination: str, position: int) -> Place | None:
-        """Return the place that caused that message of a stream; None for an impulse, and before the run."""
-        order = self.order.get(destination, [])
-        at = bisect_right(order, position) - 1
-        return self.places[destination][at] if at >= 0 and order[at] == position else None
-
-
-def _effect_results(record: LoggedRecord) -> Iterator[tuple[Place, bytes, int]]:
-    if not any(batch.kind == BatchKind.IMPULSES for batch in record.trailer.batches):
-        return
-    index = 0
-    for content in batches(record_of(record.value).content):
-        if content.message_type != MessageType.INITIAL_MESSAGE:
-            for at, (message, rpc) in enumerate(rpcs(content.payload)):
-                if rpc.kind == RpcKind.CALL and rpc.method_id == EFFECT_METHOD_ID:
-                    number = decoding.decode(rpc.arguments, type=EffectResult).number
-                    yield (record.sequence_id, index + at), message, number
-        index += content.count

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.core.interfaces import ONESELF
@@ -19,30 +16,20 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
 from immortal.replay.fleet.calls import CallComparison
-from immortal.replay.fleet.model import (
-    DELAY_NS,
-    Broken,
-    Difference,
-    Logs,
-    Row,
-    Rules,
-    Sent,
-    Service,
-    Stream,
-)
+from immortal.replay.fleet.model import DELAY_NS, Broken, Difference, Logs, Row, Rules, Service
 from immortal.replay.fleet.player import (
     FIRST_OTHER_NUMBER,
     NOTHING,
-    Log,
     LoggedRecord,
     Place,
     Player,
-    Recorded,
     Slot,
     Turn,
     first_checkpoint,
     limited,
 )
+from immortal.replay.fleet.recorded import Recorded
+from immortal.replay.fleet.streams import Sent, Streams
 from immortal.replay.plan import ReplayError
 from immortal.replay.result import Sink
 
@@ -99,14 +86,14 @@ class Simulation:
         self.prefix: Broken | None = None  # the first break where the record has none
         self.breaks: set[tuple[str, int]] = set()  # records, by service, behind which the check does not hold
         self._broke_then = False  # behind the last record of a log
-        self._slots: Sequence[Slot] = ()  # that were given last
+        self._slots: Callable[[], Sequence[Slot]] = tuple  # that were given last
         self.notes: list[str] = []
         self.logs = logs
         self._rules = rules
         self._seed = seed
         self._recorded = recorded
         self._early = early
-        self._streams: dict[tuple[str, str], Stream] = defaultdict(partial(Stream, rules.delays))
+        self._streams = Streams(self.services, rules.delays)
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
         self._numbers = itertools.count()
         self._others = itertools.count(FIRST_OTHER_SEQUENCE_ID)
@@ -130,7 +117,7 @@ class Simulation:
                 break
         for service in self.services.values():
             due_ns = service.player.next_due_ns
-            if due_ns is not None and due_ns > self._end_ns and service.recorded.due.get(service.reached) != due_ns:
+            if due_ns is not None and due_ns > self._end_ns and service.recorded.due_ns(service.reached) != due_ns:
                 self.notes.append(
                     f"{service.name}: a timer would go off at {time_text(due_ns)}, behind the end of the logs"
                 )
@@ -171,8 +158,8 @@ class Simulation:
             sender = self.services.get(batch.name)
             if batch.kind != BatchKind.STREAM or sender is None or sender.stopped:
                 continue
-            place = sender.recorded.place_up_to(service.name, batch.last_position)
-            if place is not None and place[0] > sender.reached:
+            made_in = sender.recorded.record_up_to(service.name, batch.last_position)
+            if made_in is not None and made_in > sender.reached:
                 return False
         return True
 
@@ -188,8 +175,7 @@ class Simulation:
         changed = self.logs.changes.get(name)
         route = first_checkpoint(source, self.logs.begin_ns if changed is not None else None)
         if (recorded := self._recorded.get(name)) is None:
-            log = Log(source, route.checkpoint, self.logs.to_ns)
-            recorded = Recorded(log, route, self.logs.code(name), self.logs.outsiders)
+            recorded = Recorded(source, route, self.logs.code(name), self.logs.outsiders, self.logs.to_ns)
             self._recorded[name] = recorded
         definition = changed or self.logs.code(name)
         player = Player(source, route, definition, Sink(), is_new=True, outsiders=self.logs.outsiders)
@@ -200,14 +186,9 @@ class Simulation:
         if why is not None and recorded.log.begin_ns > self._now_ns and recorded.log.checkpoint.sequence_id >= 0:
             service.refuse_early()
         for other in self.services.values():  # it handled messages of this service as recorded
-            position = 0
-            for record in other.log.records[: other.cursor]:
-                for batch in record.trailer.batches:
-                    if batch.kind == BatchKind.STREAM and batch.name == name:
-                        position = batch.last_position
             if other is not service:
-                other.taken[name] = position
-        player.tasks.told(recorded.draws[None])
+                other.taken[name] = other.log.taken(name, other.reached)
+        player.tasks.told(recorded.draws.waited)
         if changed is not None and any(start.version == changed.version for start in route.versions):
             self.notes.append(
                 f"{name}: up to record {route.versions[-1].sequence_id} the log was handled by versions before"
@@ -221,7 +202,26 @@ class Simulation:
 
     def _handle(self, service: Service, record: LoggedRecord) -> None:
         """Handle the next record of its log, with the present messages at the places of the old ones."""
-        slots, was_there = record.slots(), service.is_there
+        was_there = service.is_there
+        if self._streams.take_as_recorded(service, record):
+            service.step()
+            service.tell(record.sequence_id)
+            self._slots = record.slots
+            turn = service.player.give_logged(record)
+            if turn.said == service.recorded.said(record.sequence_id) and not turn.stopped:
+                self._take_equal(service, record, turn)
+            else:
+                count = sum(batch.count for batch in record.trailer.batches)
+                self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(count)], {})
+        else:
+            self._handle_others(service, record)
+        senders = {one.name or service.name for one in record.trailer.batches if one.kind == BatchKind.STREAM}
+        for name in [name for name in self.services if name in senders or (service.is_there and not was_there)]:
+            self._deliver_due(name, service, record.time_ns)
+
+    def _handle_others(self, service: Service, record: LoggedRecord) -> None:
+        """Handle a record of which some messages are others now, are missing, or came before."""
+        slots = record.slots()
         causes: dict[int, int | None] = {}
         absent: set[int] = set()
         begun, is_other = 0, False
@@ -244,7 +244,7 @@ class Simulation:
             if sent is None:
                 absent.add(index)
                 service.open[place] = why = self._why_absent(sender, service.name, slot.position)
-                for destination, outputs in service.recorded.made.get(place, {}).items():
+                for destination, outputs in service.recorded.made(place).items():
                     self._require_not_taken(service, destination, outputs[0].position)
                     if service.receiver(destination) in self.logs.sources:
                         self._join(service.receiver(destination), why)
@@ -253,17 +253,14 @@ class Simulation:
                 if sent.message != slot.message:
                     slots[index] = Slot(slot.batch, slot.source, slot.position, sent.message)
                     is_other = True
-        service.cursor += 1
+        service.step()
         if absent or is_other:
             self._give_part(service, record, slots, range(begun, len(slots)), causes, absent, is_last=True)
         else:
-            service.tell(record.sequence_id, range(len(slots)))
-            self._slots = slots
+            service.tell(record.sequence_id)
+            self._slots = record.slots
             turn = service.player.give_logged(record)
             self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(len(slots))], causes)
-        senders = {slot.source or service.name for slot in slots if slot.source is not None}
-        for name in [name for name in self.services if name in senders or (service.is_there and not was_there)]:
-            self._deliver_due(name, service, record.time_ns)
 
     def _give_part(
         self,
@@ -282,7 +279,7 @@ class Simulation:
             slot if index in part and index not in absent else Slot(slot.batch, slot.source, slot.position, NOTHING)
             for index, slot in enumerate(slots[: part.stop])
         ]
-        self._slots = given
+        self._slots = lambda: given
         turn = service.player.give_slots(record.sequence_id, record.time_ns, given, is_logs=is_last)
         places = [(record.sequence_id, index) for index in part if index not in absent]
         self._take(service, turn, record.time_ns, places, causes)
@@ -295,14 +292,13 @@ class Simulation:
         if sender is None or slot.position <= service.taken.get(sender.name, 0):
             return None
         destination = ONESELF if sender is service else service.name
-        if sender.recorded.place_that_made(destination, slot.position) is None:
+        if sender.recorded.runs[destination].find(slot.position) is None:
             return None  # an impulse, or a message from before the run
-        order, stream = sender.recorded.order[destination], self._streams[sender.name, service.name]
-        return sender if bisect_right(order, slot.position) > stream.settled else None
+        return sender if slot.position > self._streams[sender.name, service.name].settled else None
 
     def _taken(self, sender: Service, service: Service, place: Place) -> tuple[Sent | None, list[Sent]]:
         """Take the message for a place, and the messages before it in the same stream."""
-        queue = self._streams[sender.name, service.name].queue
+        queue = self._streams.queue(sender, service)
         if not any(one.slot == place for one in queue):
             return None, []
         ahead = []
@@ -339,7 +335,7 @@ class Simulation:
 
     def _give_other(self, service: Service, place: Place, slots: list[Slot], time_ns: int, cause: int | None) -> None:
         time_ns = max(time_ns, service.time_ns)
-        self._slots = slots
+        self._slots = lambda: slots
         turn = service.player.give_slots(place[0], time_ns, slots, is_logs=False)
         service.player.dispatcher.expect(service.reached + 1)
         self._take(service, turn, time_ns, [place], {place[1]: cause}, is_other=True)
@@ -357,16 +353,8 @@ class Simulation:
         stream = self._streams[sender, service.name]
         if not service.is_there:
             return
-        while stream.queue and stream.queue[0].is_due and self._is_past_settled(sender, service, stream):
+        while stream.queue and stream.queue[0].is_due and self._streams.is_past_settled(sender, service):
             self._deliver(sender, service, stream.queue.popleft(), time_ns)
-
-    def _is_past_settled(self, sender: str, service: Service, stream: Stream) -> bool:
-        """Return True if all messages that were sent before the receiver joined have arrived, as recorded."""
-        if not stream.settled:
-            return True
-        order = self.services[sender].recorded.order[service.name]
-        place = service.log.place_of(sender, order[stream.settled - 1])
-        return place is None or place[0] <= service.reached
 
     # --- the outputs of a record --------------------------------------------------------------------------------------
 
@@ -397,7 +385,7 @@ class Simulation:
         was = {
             (destination, place): outputs
             for place in places
-            for destination, outputs in service.recorded.made.get(place, {}).items()
+            for destination, outputs in service.recorded.made(place).items()
         }
         for destination, place in {**made, **was}:
             cause = causes.get(place[1])
@@ -411,9 +399,29 @@ class Simulation:
                 elif service.receiver(destination) in self.logs.sources:
                     self._require_not_taken(service, destination, position or 0)
                     self._join(service.receiver(destination), number)
+        self._look_around(service, places[-1] if places else (service.reached, 0), time_ns, is_other=is_other)
+
+    def _look_around(self, service: Service, place: Place, time_ns: int, *, is_other: bool = False) -> None:
         self._look_at_timers(service)
         self._look_at_effects(service)
-        self._check(service, places[-1] if places else (service.reached, 0), time_ns, is_other=is_other)
+        self._check(service, place, time_ns, is_other=is_other)
+
+    def _take_equal(self, service: Service, record: LoggedRecord, turn: Turn) -> None:
+        """Take the outputs of a record that are those of the log, without a look at each."""
+        service.time_ns = max(service.time_ns, record.time_ns)
+        count = sum(batch.count for batch in record.trailer.batches)
+        service.messages += count
+        service.equal += sum(made.count for made in turn.made)
+        service.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
+        for destination in dict.fromkeys(made.destination for made in turn.made):
+            if (name := service.receiver(destination)) not in self.logs.sources:
+                continue
+            for run in service.recorded.runs[destination].of_record(record.sequence_id):
+                if self._streams.put_equal(service, destination, self.services.get(name), run):
+                    continue
+                for one in service.recorded.sent(destination, run):
+                    self._send(service, destination, one.message, one.position, None, record.time_ns, in_time=True)
+        self._look_around(service, (record.sequence_id, max(0, count - 1)), record.time_ns)
 
     def _require_not_taken(self, service: Service, destination: str, position: int) -> None:
         """Raise JoinedLateError if the receiver has handled that message of ``service`` as recorded."""
@@ -440,9 +448,9 @@ class Simulation:
         receiver = self.services.get(name)
         stream = self._streams[service.name, name]
         if receiver is None:
-            order = service.recorded.order[destination]
-            if number is None and in_time and order[stream.settled : stream.settled + 1] == [position]:
-                stream.settled += 1
+            following = service.recorded.runs[destination].next_after(stream.settled)
+            if number is None and in_time and position is not None and following == position:
+                stream.settled = position
                 return
             receiver = self._join(name, number)
         if position is not None and position <= receiver.taken.get(service.name, 0):
@@ -458,7 +466,7 @@ class Simulation:
                     return
                 receiver.refuse_early()
         sent = Sent(message, slot, number)
-        stream.queue.append(sent)
+        self._streams.queue(service, receiver).append(sent)
         if slot is None or slot[0] <= receiver.reached:
             if slot is None and number is None:
                 return  # it was in flight at the end of the log, and still is
@@ -502,7 +510,7 @@ class Simulation:
     def _look_at_timers(self, service: Service) -> None:
         """Schedule a timer that the log's code did not set; the log's own messages of the clock trigger the others."""
         due_ns = service.player.next_due_ns
-        was_ns = service.recorded.due.get(service.reached)
+        was_ns = service.recorded.due_ns(service.reached)
         if due_ns is None or service.stopped or (was_ns is not None and due_ns >= was_ns):
             return
         if due_ns == service.timer_ns:
@@ -565,9 +573,9 @@ class Simulation:
             self._broke_then = record in then
         is_new = then is not None and not self._broke_then
         if text and (is_new or self.broken is None):
-            inputs = sum(one.count_inputs() for one in self.services.values())
+            inputs = sum(one.log.count_inputs(one.reached) for one in self.services.values())
             cut = {name: one.reached for name, one in self.services.items()}
-            slot = next(iter(self._slots[place[1] :]), None)
+            slot = next(iter(self._slots()[place[1] :]), None)
             message = b"" if slot is None or slot.batch.kind == BatchKind.INITIAL else slot.message
             broken = Broken(service.name, place, time_ns, text, message, inputs, cut)
             self.broken = self.broken or broken

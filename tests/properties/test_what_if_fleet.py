@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
+from unittest import mock
 
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from immortal import Immortal, Retry, peer, rpc, upgrades
 from immortal.errors import CalleeFailed, EffectFailed
 from immortal.replay.fleet.outcome import FleetOutcome
 from immortal.replay.fleet.report import outcome_lines
+from immortal.replay.plan import ReplayError
 from immortal.testing import Environment, Instance
 
 NAMES = ("a", "b", "c", "d")
@@ -224,10 +226,13 @@ def compare(made: list[list[Op]], changed: dict[int, list[Op]], calls: list[Call
     new = [old[index] if index in happens else variant(program) for index, program in enumerate(programs)]
     new_later = {index: variant(programs[index], old[index]) for index in happens}
     then = Run(old, later, calls, events)
-    same = then.env.what_if({one.name: one.definition.cls for one in then.services})
+    same = then.env.what_if(everything := {one.name: one.definition.cls for one in then.services})
     assert not same.is_different, "\n".join(outcome_lines(same))
     changes = {NAMES[index]: new_later.get(index, new[index]) for index in changed}
     outcome = then.env.what_if(changes, effects=lambda call: measured(*call.arguments))
+    with mock.patch("immortal.replay.fleet.outcome.screen", side_effect=ReplayError("not screened")):
+        assert then.env.what_if(everything) == same
+        assert then.env.what_if(changes, effects=lambda call: measured(*call.arguments)) == outcome
     assert not RAN
     now = Run(new, new_later, calls, {at: one for at, one in events.items() if one[0] == "upgrade"})
     shown = "\n".join(outcome_lines(outcome))

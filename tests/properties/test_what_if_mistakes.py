@@ -77,7 +77,7 @@ MISTAKES: list[tuple[Mutation, Callable[[], None]]] = [
             "a message comes before its cause",
             Simulation,
             "_is_ready",
-            "if place is not None and place[0] > sender.reached:",
+            "if made_in is not None and made_in > sender.reached:",
             "if False:",
         ),
         a_call_of_the_last_service,
@@ -106,7 +106,7 @@ MISTAKES: list[tuple[Mutation, Callable[[], None]]] = [
         Mutation(
             "a call gets the answer that the log has, to what was asked then",
             Simulation,
-            "_handle",
+            "_handle_others",
             "if sent.message != slot.message:",
             "if False:",
         ),

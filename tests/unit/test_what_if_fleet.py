@@ -15,9 +15,10 @@ from immortal.appsdk.testing.instance import MemorySource
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.errors import UsageError
 from immortal.replay.fleet import simulation
-from immortal.replay.fleet.model import Call, Stream
+from immortal.replay.fleet.model import Call
 from immortal.replay.fleet.outcome import FleetOutcome
 from immortal.replay.fleet.report import outcome_lines
+from immortal.replay.fleet.streams import Stream
 from immortal.replay.plan import ReplayError
 from immortal.testing import Environment, Instance, crash_everywhere
 from tests.helpers.recorded import load_module
