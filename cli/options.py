@@ -342,10 +342,20 @@ Advance = Callable[[int, int | None], None]
 """Function of (done, total); total None: unknown."""
 
 
+PAGE_MARK = b'<meta name="generator" content="immortal">'  # of pipeline/report/page.html
+
+
 def check_folder(option: str, file: Path) -> None:
     """Raise FailedError before any work if the folder of a file to be written is missing."""
     if not file.parent.is_dir():
         raise FailedError(f"{option} {file}: there is no folder {file.parent}: make it, or give another place")
+
+
+def check_page(option: str, file: Path) -> None:
+    """Raise FailedError before any work if a page can't be written, or would replace a file that is no page of ours."""
+    check_folder(option, file)
+    if file.is_file() and PAGE_MARK not in file.read_bytes():
+        raise FailedError(f"{file} is there already, and is no page of immortal: give another name, or remove it first")
 
 
 @contextmanager

@@ -49,7 +49,7 @@ from immortal.replay.result import CountingSink, summary_json, summary_lines, to
 from immortal.replay.travel.sessions import Sessions
 from immortal.replay.verify import ProvingSink, state_problem, verify_section, verify_sections
 from immortal.replay.verify_report import Report
-from immortal.replay.why import STEPS_MAX, Explainer
+from immortal.replay.why import READS_MAX, STEPS_MAX, Explainer
 
 DIVERGED = 3
 
@@ -227,6 +227,13 @@ def replay(
 @click.option(
     "--steps", type=click.IntRange(1, 200), default=STEPS_MAX, show_default=True, help="Messages to follow back."
 )
+@click.option(
+    "--reads",
+    type=click.IntRange(min=0),
+    default=READS_MAX,
+    show_default=True,
+    help="Values that these messages read, to follow back as well.",
+)
 @click.option("--minimal", is_flag=True, help="Find the fewest inputs of NAME that give it this value.")
 @click.option(
     "--export",
@@ -243,6 +250,7 @@ def why(
     path: str,
     at: tuple[int, int | None] | Time | None,
     steps: int,
+    reads: int,
     minimal: bool,
     export: Path | None,
     timeout_s: float,
@@ -251,8 +259,9 @@ def why(
     """Say why a value of NAME is what it is: which message and line made it so, and what sent that message.
 
     PATH is a value of the state: 'total', 'sold["tea"]', 'orders[7].price'. It goes back from service to service, to
-    what came from outside: a request, an impulse, a timer, the result of an effect. It only reads the logs, and runs
-    the apps' code on them. A service whose log is not on this machine ends the way there, which is said.
+    what came from outside: a request, an impulse, a timer, the result of an effect. What set the values that these
+    messages read comes below, the nearest first. It only reads the logs, and runs the apps' code on them. A service
+    whose log is not on this machine ends the way there, which is said.
 
     --minimal leaves out inputs of NAME alone, as many as it can, from its oldest checkpoint on. --export writes what is
     left as a test that begins with the first start.
@@ -264,8 +273,8 @@ def why(
     settings = settings_with_log(registry, name)
     if isinstance(at, Time):
         at = _record_at(settings, at), None
-    with closing(Sessions(registry.home, question_s=timeout_s)) as sessions:
-        explainer = Explainer(registry, sessions, steps)
+    with closing(Sessions(registry.home, question_s=0.8 * timeout_s, answer_s=timeout_s)) as sessions:
+        explainer = Explainer(registry, sessions, steps, reads)
         found = explainer.explain(name, path, *at or (None, None))
         fewest = explainer.minimal(found) if minimal or export is not None else None
     if as_json:

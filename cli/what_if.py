@@ -21,7 +21,7 @@ from immortal.cli.options import (
     app_or_hand,
     app_port_option,
     at_least_option,
-    check_folder,
+    check_page,
     instance_name,
     name_argument,
     pass_registry,
@@ -270,7 +270,7 @@ def _duration_ns(ctx: click.Context, parameter: click.Parameter, value: str | No
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long the messages of a record may take; then a handler fails.",
+    help="How long the messages of a record may take, then a handler fails; and a check, which ends all.",
 )
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Try so many orders.")
 @click.option("--details", is_flag=True, help="--json also has each difference, and calls by the hour.")
@@ -278,6 +278,13 @@ def _duration_ns(ctx: click.Context, parameter: click.Parameter, value: str | No
     "--without", multiple=True, metavar="NAME", help="A service that counts as one without a log; may be given again."
 )
 @click.option("--orders", callback=_orders, hidden=True)  # of a task on Spark
+@click.option(
+    "--delays",
+    type=click.Choice(["recorded", "shortest", "longest"]),
+    default="recorded",
+    show_default=True,
+    help="How long new messages take: as those of their stream did then, or at the least or most.",
+)
 @click.option(
     "--bisect",
     "git_range",
@@ -325,6 +332,7 @@ def _fleet(
     details: bool,
     without: tuple[str, ...],
     orders: list[int] | None,
+    delays: str,
     git_range: str | None,
     page: Path | None,
     tables: Path | None,
@@ -352,6 +360,8 @@ def _fleet(
         if given or effects == "ask":
             which = " or with --consequences alone" if of_fleet.keys() & given else ""
             raise click.UsageError(f"{', '.join(given) or '--effects ask'}: not with --live{which}")
+    if seeds > 1 and delays != "recorded":
+        raise click.UsageError(f"--delays {delays} leaves one order, and --seeds tries many: give one of the two")
     if git_range is not None:
         if page is not None or tables is not None or effects == "ask":
             raise click.UsageError("--bisect tries many commits: --html, --parquet and --effects ask are for one")
@@ -365,7 +375,7 @@ def _fleet(
         if path is not None and (missing := [name for name in packages if find_spec(name) is None]):
             raise FailedError(f"{option} needs {', '.join(missing)}: {add_extra(extra)}")
     if page is not None:
-        check_folder("--html", page)
+        check_page("--html", page)
     if tables is not None and tables.exists():
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
     begin_ns, end_ns = times_of(begin, end)
@@ -404,6 +414,7 @@ def _fleet(
             answer=functions["answer"],
             check=functions["check"],
             seeds=seeds,
+            delays=delays,
             trust_pickle=trust_pickle,
             details=details or page is not None or tables is not None,
             without=without,

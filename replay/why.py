@@ -5,8 +5,9 @@ input from outside. All of it is found by replay, since no log says which messag
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf
 from typing import Any
 
@@ -27,6 +28,7 @@ from immortal.replay.plan import ReplayError
 from immortal.replay.travel.sessions import Sessions
 
 STEPS_MAX = 100
+READS_MAX = 10
 
 Values = dict[str, Any]
 At = tuple[int, int]
@@ -37,18 +39,21 @@ class Step(Struct):
     """Message of the chain of causes. ``record`` None: the message is unknown, and ``note`` says why.
 
     ``call``: the message as text. ``line``: the code that set the value, or that made the next call of the chain.
-    ``handler``: the async handler that ran that line, if another message had begun it. ``outside``: the origin of the
-    message, if no message caused it. ``role``: its relation to the next step: "sent" it, "began" its handler, or "had":
-    brought a result that its handler received earlier.
+    ``behind``: lines before it that made what it used, the newest first. ``handler``: the async handler that ran that
+    line, if another message had begun it. ``outside``: the origin of the message, if no message caused it. ``role``:
+    its relation to the next step: "sent" it, "began" its handler, "had": brought a result that its handler received
+    earlier, or "set" the value at ``path`` that it read.
     """
 
     instance: str
     record: int | None = None
     message: int | None = None
     role: str = ""
+    path: str = ""
     time: str = ""
     call: str = ""
     line: Values | None = None
+    behind: list[Values] = field(default_factory=list)
     handler: str | None = None
     outside: str = ""
     note: str = ""
@@ -65,14 +70,16 @@ class Step(Struct):
     def lines(self, depth: int) -> Iterator[str]:
         """Yield the step alone as text."""
         indent = "  " * depth
-        role = {"sent": "<- ", "had": "<- having had ", "began": "<- begun by "}.get(self.role, "")
+        roles = {"sent": "<- ", "had": "<- having had ", "began": "<- begun by ", "set": f"<- reading {self.path}, of "}
+        role = roles.get(self.role, "")
         name = self.instance if self.record is None else f"{self.instance} {self.record}:{self.message}"
         yield indent + role + "  ".join(filter(None, (name, self.time, self.call)))
         if self.handler is not None:
             yield f"{indent}     goes on: {self.handler}"
         if self.line is not None:
-            place = f"{self.line['file']}:{self.line['line']}"
-            yield f"{indent}     {place}, in {self.line['function']}: {self.line['text']}"
+            yield f"{indent}     {_line_text(self.line)}"
+        for line in self.behind:
+            yield f"{indent}       behind {_line_text(line)}"
         if self.note:
             yield f"{indent}     {self.note}"
         if self.outside:
@@ -151,15 +158,23 @@ class Explainer:
     """Search for the causes of one value in the logs of a registry. It answers one question.
 
     ``steps_max``, ``limit_s``: it follows so many messages at most, and begins no more of them after that time.
+    ``reads_max``: maximum of values that these read and whose causes it follows, too.
     """
 
     def __init__(
-        self, registry: Registry, sessions: Sessions, steps_max: int = STEPS_MAX, limit_s: float = inf
+        self,
+        registry: Registry,
+        sessions: Sessions,
+        steps_max: int = STEPS_MAX,
+        reads_max: int = READS_MAX,
+        limit_s: float = inf,
     ) -> None:
         self._registry = registry
         self._sessions = sessions
         self._until_s = time.monotonic() + limit_s
         self._steps_left = steps_max
+        self._reads_left = reads_max
+        self._reading: deque[tuple[Step, list[str] | None]] = deque()  # steps, and what each read; None: look
         self._seen: set[tuple[str, int | None, int | None]] = set()
 
     def explain(self, name: str, path: str, record: int | None = None, message: int | None = None) -> Explanation:
@@ -172,15 +187,23 @@ class Explainer:
                 record = reader.last_sequence_id()
             if record < 0:
                 raise ReplayError(f"the log of {name} has no record yet")
+        step, found = self._last_change(name, path, record, message)
+        if isinstance(step, tuple):
+            made = self._step(name, step, "", {"path": path})
+            self._follow_reads()
+            return Explanation(path, found["old"], found["new"], made)
+        return Explanation(path, found["now"] or "absent", found["began"] or "absent", step)
+
+    def _last_change(self, name: str, path: str, record: int, message: int | None) -> tuple[At | Step, Values]:
+        """Return the last message that changed a value, or an upgrade that did as a step. Raises ReplayError."""
         asked, began = record, None
         while True:  # each stretch of the log by the code that handled it
             found = self._sessions.ask(name, "change_behind_checkpoint", record=record, index=message, path=path)
             if record != asked and found["now"] != began and not found["is_cut"]:
                 step = Step(name, note=f"the upgrade behind record {record} converted it, and no message changed it")
-                return Explanation(path, found["now"] or "absent", began or "absent", step)
+                return step, found | {"began": began}
             if found.get("at") is not None and not found["is_cut"]:
-                step = self._step(name, tuple(found["at"]), "", {"path": path})
-                return Explanation(path, found["old"], found["new"], step)
+                return tuple(found["at"]), found
             if found["is_oldest"] or found["is_cut"]:
                 raise ReplayError(_not_found(name, path, asked, found))
             record, message, began = found["since"], None, found["began"]
@@ -196,11 +219,13 @@ class Explainer:
     def _step(self, name: str, at: At, role: str, how: Values) -> Step:
         """Return a message as a step with its line and causes. ``how``: arguments of :meth:`MomentExplorer.line`."""
         step = Step(name, *at, role=role)
-        if not self._is_new(step):
+        is_new = self._is_new(step)
+        if not is_new and role != "set":
             return step
         try:
             found = self._sessions.ask(name, "line", record=at[0], index=at[1], **how)
             step.call, step.line, step.handler = found["message"], found["line"], found["handler"]
+            step.behind = found["behind"]
             if found["is_cut"]:
                 step.line, step.note = None, "no time to find the line"
             elif not found["changed"] and not role:
@@ -208,10 +233,13 @@ class Explainer:
             elif step.line is None:
                 step.note = "no line of the app's code did that"
         except ImmortalError as error:
-            step.note, found = f"the line is not known: {_first_line(error)}", {"began": None}
+            step.note, found = f"the line is not known: {_first_line(error)}", {"began": None, "read": []}
+        if not is_new:
+            return step
         began = found["began"]
         if began is None or tuple(began) == at:
             step.handler = None
+        self._reading.append((step, found["read"]))
         self._follow(step)
         if step.handler is not None:
             step.causes += self._had(step, tuple(began), found["number"])
@@ -231,6 +259,7 @@ class Explainer:
         for record, message, call in reversed(found["had"]):
             cause = Step(step.instance, record, message, role="had", call=call)
             if self._is_new(cause):
+                self._reading.append((cause, None))
                 self._follow(cause)
             yield cause
 
@@ -239,9 +268,33 @@ class Explainer:
         if at[0] < 0:
             return Step(name, role="began", call=call, note="it began in an earlier version: no log says where")
         step = Step(name, *at, role="began", call=call)
+        self._reading.append((step, None))
         if self._is_new(step):
             self._follow(step)
         return step
+
+    def _follow_reads(self) -> None:
+        """Add what set the values that the steps read, the nearest first, each once."""
+        known: set[tuple[str, At, str]] = set()
+        while self._reading and self._reads_left > 0 and time.monotonic() <= self._until_s:
+            step, paths = self._reading.popleft()
+            name, record, message = step.instance, step.record, step.message
+            assert record is not None
+            assert message is not None
+            if paths is None:
+                with suppress(ImmortalError):  # its code can't be run any more
+                    found = self._sessions.ask(name, "line", record=record, index=message, path=None)
+                    paths, step.behind = found["read"], found["behind"]
+            for path in (paths or [])[: self._reads_left]:
+                self._reads_left -= 1
+                with suppress(ImmortalError):  # it has this value since the first start, say
+                    before = (record, message - 1) if message else (record - 1, None)
+                    at, _ = self._last_change(name, path, *before)
+                    if isinstance(at, tuple) and (name, at, path) not in known and self._steps_left:
+                        known.add((name, at, path))
+                        cause = self._step(name, at, "set", {"path": path})
+                        cause.path = path
+                        step.causes.append(cause)
 
     def _is_new(self, step: Step) -> bool:
         """Return True if the step must be followed; otherwise note in it why not."""
@@ -347,6 +400,10 @@ def _not_found(name: str, path: str, record: int, found: Values) -> str:
         f"{name}: {path} is {found['now']} since record {since}, the oldest checkpoint, or before: ask a copy of the"
         " log that reaches back further ('immortal restore'), or keep more with the setting keep_checkpoints"
     )
+
+
+def _line_text(line: Values) -> str:
+    return f"{line['file']}:{line['line']}, in {line['function']}: {line['text']}"
 
 
 def _first_line(error: Exception) -> str:

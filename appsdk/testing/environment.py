@@ -199,6 +199,7 @@ class Environment:
         answer: Answer | None = None,
         check: Check | None = None,
         seeds: int = 1,
+        delays: str = "recorded",
     ) -> FleetOutcome:
         """Run other classes over the log so far, and all instances that their changed calls reach.
 
@@ -216,7 +217,7 @@ class Environment:
             {name: definition_of(cls) for name, cls in changes.items()},
             outsiders=OUTSIDERS,
         )
-        return what_if_fleet(logs, Rules(effects, answer, check), seeds=seeds)
+        return what_if_fleet(logs, Rules(effects, answer, check, delays=delays), seeds=seeds)
 
     # --- for crash_everywhere ----------------------------------------------------------------------------------------
 

@@ -122,15 +122,14 @@ class CallComparison:
         """Return the key of a call by the execution that makes it, or of an answer by its call; None if it has
         none."""
         destination, rpc = one.destination, rpc_of(one.message)
-        is_call = rpc.kind == RpcKind.CALL
-        if is_call and rpc.rpc_type != RpcType.ASYNC:
+        if rpc.kind != RpcKind.CALL:
+            front = decoding.decode(rpc.arguments, type=list[msgspec.Raw])[:2]
+            if destination == CLIENTS:
+                return destination, rpc.method_id, tuple(map(bytes, front))
+            answered = decoding.decode(front[0], type=int)
+            return destination, rpc.method_id, self._once.get((service.receiver(destination), answered), answered)
+        if (number := number_of_awaited(service.name, rpc)) is None:
             return None
-        front = decoding.decode(rpc.arguments, type=list[msgspec.Raw])[:2]
-        if not is_call and destination == CLIENTS:
-            return destination, rpc.method_id, tuple(map(bytes, front))
-        number = decoding.decode(front[int(is_call)], type=int)
-        if not is_call:
-            return destination, rpc.method_id, self._once.get((service.receiver(destination), number), number)
         if one.old is None:
             call = service.player.tasks.calls.get(number)
             task = None if call is None else call.task.number
@@ -141,7 +140,7 @@ class CallComparison:
     @staticmethod
     def _began(service: Service, message: bytes, *, is_new: bool) -> Place | None:
         """Return what began the execution that makes an awaited call; None if it is none, or began before the run."""
-        if (number := number_of_awaited(rpc_of(message))) is None:
+        if (number := number_of_awaited(service.name, rpc_of(message))) is None:
             return None
         if not is_new:
             return service.recorded.draws.began(service.recorded.draws.task_of(number))
@@ -153,13 +152,15 @@ class CallComparison:
         """Note a changed call's old number: answers have it."""
         if one.kind != "changed" or one.old is None or one.new is None:
             return
-        then, now = number_of_awaited(rpc_of(one.old)), number_of_awaited(rpc_of(one.new))
+        then, now = (number_of_awaited(service.name, rpc_of(call)) for call in (one.old, one.new))
         if then is not None and now is not None:
             self._once[service.name, now] = then
 
 
-def number_of_awaited(rpc: IncomingRpc) -> int | None:
-    """Return the number of a call whose caller waits for the answer; None for other messages."""
+def number_of_awaited(caller: str, rpc: IncomingRpc) -> int | None:
+    """Return the number of a call that an execution of the service ``caller`` waits for; None for others, such as a
+    call of another caller that was held back, and is called now as a call to oneself."""
     if rpc.kind != RpcKind.CALL or rpc.rpc_type != RpcType.ASYNC:
         return None
-    return decoding.decode(decoding.decode(rpc.arguments, type=list[msgspec.Raw])[1], type=int)
+    by, number, *_ = decoding.decode(rpc.arguments, type=list[msgspec.Raw])
+    return decoding.decode(number, type=int) if decoding.decode(by) == caller else None

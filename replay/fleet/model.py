@@ -179,6 +179,8 @@ class Service(Struct, eq=False):
 
 class Rules(Struct):
     """Rules of a what-if. ``effects``: "fail", "by-key" or a function; ``answer``: None fails calls without a log.
+    ``delays``: which delay of its stream's log a new message takes: "recorded" is the one at that time, else "shortest"
+    or "longest".
 
     ``then``: records by service after which the check fails in the record too; None while these are searched.
     ``progress``: called with the time that a run has reached, and that of its end, in ns since the Unix epoch.
@@ -189,6 +191,7 @@ class Rules(Struct):
     check: Check | None = None
     then: set[tuple[str, int]] | None = None
     progress: Callable[[int, int], object] = lambda now_ns, end_ns: None
+    delays: str = "recorded"
 
     def answered(self, service: Service, to: str, message: bytes, time_ns: int) -> tuple[bytes, Row] | None:
         """Return the answer to a call of ``service`` to one without a log, with a row for people; None if no caller

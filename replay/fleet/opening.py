@@ -42,6 +42,7 @@ def what_if(
     answer: Answer | None = None,
     check: Check | None = None,
     seeds: int = 1,
+    delays: str = "recorded",
     trust_pickle: bool = False,
     details: bool = False,
     progress: Callable[[int, int], object] = lambda now_ns, end_ns: None,
@@ -56,9 +57,10 @@ def what_if(
     effects that no log has: "fail", "by-key" (the recorded result of the same function with the same key), or a
     function of the :class:`Call` that returns or raises. ``answer``: such a function for calls to services without a
     log. ``check``: called with the services' objects by name, after each message; it fails by False or AssertionError.
-    ``seeds``: the number of orders to try. ``details``: the outcome also has what grows with the logs. ``progress``:
-    called with the time that a run has reached, and that of its end. ``without``: services that count as ones without
-    a log. ``orders``: as for :func:`what_if_fleet`.
+    ``seeds``: the number of orders to try. ``delays``: how long new messages take: "recorded", or always the "shortest"
+    or "longest" that their stream has in the log. ``details``: the outcome also has what grows with the logs.
+    ``progress``: called with the time that a run has reached, and that of its end. ``without``: services that count as
+    ones without a log. ``orders``: as for :func:`what_if_fleet`.
 
     Raises ReplayError if it can't be run, LogError.
     """
@@ -73,7 +75,7 @@ def what_if(
             begin_ns,
             to_ns,
         )
-        rules = Rules(effects, answer, check, progress=progress)
+        rules = Rules(effects, answer, check, delays=delays, progress=progress)
         outcome = what_if_fleet(logs, rules, seeds=seeds, details=details, orders=orders)
         outcome.notes += fleet.notes
         return outcome

@@ -167,14 +167,14 @@ _FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn"
 
 
 def seal_process(limit_s: float) -> None:
-    """Forbid connections and processes to code that a player runs, and limit a record to ``limit_s``, as long as this
-    process lives. Call it in the main thread.
+    """Forbid connections and processes to code that a player runs, and limit a record, and a check, to ``limit_s``, as
+    long as this process lives. Call it in the main thread.
     """
     global _limit_s
     gc.set_threshold(NEW_OBJECTS_MAX)  # many handlers wait at once: a fifth of the time would go into collections
 
     def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"a what-if gives the messages of a record {limit_s:g} s")
+        raise TimeoutError(f"a what-if gives it {limit_s:g} s (--handler-limit): it was ended")
 
     def look(event: str, arguments: object) -> None:
         if _running and event.startswith(_FORBIDDEN):
@@ -194,6 +194,18 @@ def sealed() -> Iterator[None]:
         yield
     finally:
         _running = False
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Raise TimeoutError inside the block when the limit of :func:`seal_process` is over."""
+    if _limit_s:
+        signal.setitimer(signal.ITIMER_REAL, _limit_s)
+    try:
+        yield
+    finally:
+        if _limit_s:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class Player(LocalRun):
@@ -312,17 +324,14 @@ class Player(LocalRun):
     def pass_on(self) -> None:
         global _running  # an audit hook sees the whole process
         _running = True
-        if _limit_s:
-            signal.setitimer(signal.ITIMER_REAL, _limit_s)
         try:
-            super().pass_on()
+            with limited():
+                super().pass_on()
         except ImmortalError as error:
             self._turn.stopped = str(error)
             self.ended = self.ended or Ended()
         finally:
             _running = False
-            if _limit_s:
-                signal.setitimer(signal.ITIMER_REAL, 0)
 
     def listen(self) -> None:
         self.dispatcher.outbox.close_batches()

@@ -289,7 +289,7 @@ class Shadow:
     def _text(self, steps: Screening, record: LoggedRecord, one: Difference, to: str, methods: Methods) -> str:
         """Describe a call that differs: the message that makes it, and what began that; the call then and now."""
         made = self._message(record, one.place, methods)
-        began = _began(steps.old if one.new is None else steps.new, one.message)
+        began = _began(self.name, steps.old if one.new is None else steps.new, one.message)
         if began is not None and began != one.place:
             made = f"{made}, in {self._message(record, began, methods)}"
         was, now = (None if each is None else call_text(each, one.destination, methods) for each in (one.old, one.new))
@@ -333,9 +333,9 @@ class Shadow:
         self._emit(Found(*where, self._lag_s, text, count))
 
 
-def _began(player: Player, message: bytes) -> Place | None:
+def _began(name: str, player: Player, message: bytes) -> Place | None:
     """Return the message that began the execution which makes an awaited call; None if nothing awaits an answer."""
-    number = number_of_awaited(rpc_of(message))
+    number = number_of_awaited(name, rpc_of(message))
     call = None if number is None else player.tasks.calls.get(number)
     task = None if call is None else player.tasks.waiting(call.task.number)
     return None if task is None else task.began_at

@@ -26,6 +26,7 @@ from immortal.replay.fleet.player import (
     Slot,
     Turn,
     first_checkpoint,
+    limited,
 )
 from immortal.replay.fleet.recorded import Recorded
 from immortal.replay.fleet.streams import Sent, Streams
@@ -92,7 +93,7 @@ class Simulation:
         self._seed = seed
         self._recorded = recorded
         self._early = early
-        self._streams = Streams(self.services)
+        self._streams = Streams(self.services, rules.delays)
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
         self._numbers = itertools.count()
         self._others = itertools.count(FIRST_OTHER_SEQUENCE_ID)
@@ -560,7 +561,8 @@ class Simulation:
         if len(states) < len(self.logs.sources) or any(one is None for one in states.values()):
             return
         try:
-            text = "it returned False" if self._rules.check(states) is False else ""
+            with limited():
+                text = "it returned False" if self._rules.check(states) is False else ""
         except AssertionError as error:
             text = str(error) or "AssertionError"
         except Exception as error:  # of the user's function

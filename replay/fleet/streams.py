@@ -29,9 +29,10 @@ class Sent(Struct, eq=False):
 class Stream(Struct, eq=False):
     """Stream between two services. ``settled``: position up to which it was equal to the log's before the receiver
     joined. ``equal``: positions of messages behind ``queue`` that are the log's, and come at their places.
-    ``delays``: (time it was sent, delay) of all messages of the log, in ns.
+    ``kind``: see ``Rules.delays``. ``delays``: (time it was sent, delay) of all messages of the log, in ns.
     """
 
+    kind: str = "recorded"
     settled: int = 0
     queue: deque[Sent] = field(default_factory=deque)
     equal: deque[range] = field(default_factory=deque)
@@ -67,6 +68,9 @@ class Stream(Struct, eq=False):
                     made_ns = sender.log.time_of(sequence_id)
                     self.delays[0].append(made_ns)
                     self.delays[1].append(max(0, receiver.log.time_of(to[0]) - made_ns))
+            if self.delays[1] and self.kind != "recorded":
+                pick = min if self.kind == "shortest" else max
+                self.delays = array("q", [0]), array("q", [pick(self.delays[1])])
         made, delays = self.delays
         if not delays:
             return DELAY_NS
@@ -78,13 +82,14 @@ class Stream(Struct, eq=False):
 
 
 class Streams(dict[tuple[str, str], Stream]):
-    """Streams by (sender, receiver). ``services``: those of the cone."""
+    """Streams by (sender, receiver). ``services``: those of the cone. ``delays``: see ``Rules``."""
 
-    def __init__(self, services: Mapping[str, Service]) -> None:
+    def __init__(self, services: Mapping[str, Service], delays: str) -> None:
         self._services = services
+        self._delays = delays
 
     def __missing__(self, names: tuple[str, str]) -> Stream:
-        stream = self[names] = Stream()
+        stream = self[names] = Stream(self._delays)
         return stream
 
     def take_as_recorded(self, service: Service, record: LoggedRecord) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from itertools import chain
 from math import isfinite
 from types import NoneType
@@ -60,9 +61,13 @@ class PartialRuns:
         self.slots: dict[Place, Slot] = {}
         self._records: list[tuple[LoggedRecord, list[Place], list[RandomDraw]]] = []
         self._makers: dict[Place, Place] = {}  # of calls to itself
+        with closing(Player(source, self._route, definition, Sink())) as player:
+            self._note(player, end)
+
+    def _note(self, player: Player, end: Place) -> None:
+        """Note all records, and what each call to itself was made by."""
         made: dict[int, Place] = {}
-        player = Player(source, self._route, definition, Sink())
-        for value in source.values(self.begins_at + 1, end[0]):
+        for value in self._source.values(self.begins_at + 1, end[0]):
             header = decode_header(value)
             record = LoggedRecord(header.sequence_id, value, decode_trailer(value[header.size_bytes :], header.check))
             turn = player.give_logged(record)
@@ -75,7 +80,6 @@ class PartialRuns:
             own = {at: slot.position for at, slot in slots.items() if slot.source == ""}
             self._makers |= {at: made[position] for at, position in own.items() if position in made}
             self._records.append((record, list(slots), turn.draws))
-        player.close()
 
     @property
     def inputs(self) -> list[Place]:
@@ -85,8 +89,7 @@ class PartialRuns:
     def value_behind(self, kept: list[Place], look: Callable[[Player], Tree]) -> Tree:
         """Return the result of ``look`` after these inputs alone."""
         there = set(kept)
-        player = Player(self._source, self._route, self._definition, Sink(), is_new=True)
-        try:
+        with closing(Player(self._source, self._route, self._definition, Sink(), is_new=True)) as player:
             for record, places, draws in self._records:
                 if places and self._is_initial(places[0]):
                     player.give_logged(record)
@@ -98,8 +101,6 @@ class PartialRuns:
                 given = [self._slot(at, is_there=at in there) for at in places]
                 player.give_slots(record.sequence_id, record.time_ns, given, is_logs=False)
             return look(player)
-        finally:
-            player.close()
 
     def _slot(self, at: Place, *, is_there: bool) -> Slot:
         slot = self.slots[at]

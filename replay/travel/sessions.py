@@ -29,7 +29,7 @@ from immortal.replay.travel.traveller import QUESTION_S, MomentExplorer
 
 SESSIONS_MAX = 4
 IDLE_S = 300.0
-ANSWER_S = 30.0  # a question takes QUESTION_S at most, unless the user's code hangs
+ANSWER_S = 30.0  # a question takes QUESTION_S at most, unless a message needs more time, or hangs
 WAIT_S = 30.0  # for another question to the same process
 MEMORY_MB = 2048
 SAID_CHARACTERS_MAX = 2000  # of the end of a process's stderr
@@ -37,7 +37,8 @@ SAID_CHARACTERS_MAX = 2000  # of the end of a process's stderr
 
 class Sessions:
     """Pool of time-travel processes, for all threads. ``home``: the registry's folder. ``locked``: keeps a log from
-    other threads while it is read, as a process can't open one twice. ``question_s``: time for one question.
+    other threads while it is read, as a process can't open one twice. ``question_s``: time for one question, whose
+    answer is cut then; ``answer_s``: time after which a process without an answer is ended.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class Sessions:
         home: Path,
         locked: Callable[[InstanceSettings], AbstractContextManager[None]] = lambda _: nullcontext(),
         question_s: float = QUESTION_S,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._home = home
-        self._question_s = question_s
+        self._limits = question_s, answer_s
         self.locked = locked
         self._lock = threading.Lock()
         self._sessions: dict[_Key, _Session] = {}
@@ -101,7 +103,7 @@ class Sessions:
                     if not idle:
                         raise ReplayError(f"{SESSIONS_MAX} replays are at work: try again when one of them is done")
                     closed.append(self._sessions.pop(min(idle)[1]))
-                session = self._sessions[key] = _Session(self._home, *key, self._question_s)
+                session = self._sessions[key] = _Session(self._home, *key, *self._limits)
             session.used_s = now_s
         for one in closed:
             one.close()
@@ -116,9 +118,10 @@ class _EndedError(Exception):
 
 
 class _Session:
-    def __init__(self, home: Path, name: str, code: OwnCode, question_s: float) -> None:
+    def __init__(self, home: Path, name: str, code: OwnCode, question_s: float, answer_s: float) -> None:
         self._name = name
         self._question_s = question_s
+        self._answer_s = answer_s
         self._lock = threading.Lock()
         self.used_s = time.monotonic()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
@@ -143,7 +146,7 @@ class _Session:
         if not self._lock.acquire(timeout=WAIT_S):
             raise ReplayError("this replay is at work for somebody else: try again")
         try:
-            asked = {"ask": what, "with": given, "question_s": self._question_s}
+            asked = {"ask": what, "with": given, "end_s": time.monotonic() + self._question_s}
             answer = self._ask(msgspec.json.encode(asked) + b"\n")
         finally:
             self.used_s = time.monotonic()
@@ -156,8 +159,7 @@ class _Session:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        answer_s = ANSWER_S + self._question_s - QUESTION_S
-        end_s, answer = time.monotonic() + answer_s, bytearray()
+        end_s, answer = time.monotonic() + self._answer_s, bytearray()
         try:
             stdin.write(line)
             stdin.flush()
@@ -165,8 +167,8 @@ class _Session:
                 left_s = end_s - time.monotonic()
                 if left_s <= 0 or not select.select([stdout], [], [], left_s)[0]:
                     raise _EndedError(
-                        f"the replay of {self._name} did not answer for {answer_s:g} s, and was ended: a handler hangs"
-                        " or needs more time"
+                        f"the replay of {self._name} did not answer for {self._answer_s:g} s, and was ended: a handler"
+                        " hangs or needs more time"
                     )
                 data = os.read(stdout.fileno(), 1 << 20)
                 if not data:
@@ -228,8 +230,8 @@ ASKS = {
 
 class Question(msgspec.Struct):
     ask: str
+    end_s: float  # of this machine's monotonic clock: the start of the process counts, too
     given: dict[str, Any] = msgspec.field(name="with", default={})
-    question_s: float = QUESTION_S
 
 
 def main(home: str, name: str, app: str) -> None:
@@ -249,7 +251,7 @@ def main(home: str, name: str, app: str) -> None:
                 question = decoding.decode_json(line, type=Question)
                 if question.ask not in ASKS:
                     raise ReplayError(f"{question.ask!r} is no question: {', '.join(sorted(ASKS))} are")
-                traveller.begin(question.question_s)
+                traveller.begin(question.end_s)
                 _answer(answers, {"answer": getattr(traveller, question.ask)(**question.given)})
             except (ImmortalError, AppError) as error:
                 _answer(answers, {"error": str(error)})

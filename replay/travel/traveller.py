@@ -68,9 +68,9 @@ class MomentExplorer:
         self._made: OrderedDict[int, dict[int, list[tuple[str, int, bytes]]]] = OrderedDict()
         self._end_s = 0.0
 
-    def begin(self, question_s: float = QUESTION_S) -> None:
-        """Begin a question: its time limit starts now."""
-        self._end_s = time.monotonic() + question_s
+    def begin(self, end_s: float) -> None:
+        """Begin a question, whose answer is cut at that time of the monotonic clock."""
+        self._end_s = end_s
 
     def overview(self, record: int = 0) -> Values:
         """Return the records that can be visited, the checkpoints and the handlers, by the code of ``record``."""
@@ -296,10 +296,14 @@ class MomentExplorer:
             texts |= {"old": text_of(found[1]), "new": text_of(found[2])}
         return answer | texts | {"at": found and found[0], "is_cut": walk.reached < record}
 
-    def line(self, record: int, index: int, path: str, destination: str | None = None, number: int = 0) -> Values:
+    def line(
+        self, record: int, index: int, path: str | None, destination: str | None = None, number: int = 0
+    ) -> Values:
         """Find the line of user code at which a message set the value at ``path``; with ``destination``, the line that
-        made its call ``number`` (from 0) to that instance. Also return the async handler that ran it, if any."""
-        steps, walk = steps_of(path), self._before_record(record)
+        made its call ``number`` (from 0) to that instance; None: no line. Also return the async handler that ran it, if
+        any, and what ran before: the lines that made what that line used, and the paths of the values that were
+        read."""
+        steps, walk = steps_of(path or ""), self._before_record(record)
         dispatcher = walk.app.dispatcher
         assert isinstance(dispatcher.outbox, TracingOutbox)
         made = dispatcher.outbox.made
@@ -314,11 +318,13 @@ class MomentExplorer:
                 before = made[destination or ""]
 
                 def look() -> Tree:
+                    if path is None:
+                        return None
                     if destination is None:
                         return self._look(walk, instance, steps)
                     return made[destination] > before + number
 
-                watch = LineWatch(look, package, lambda: dispatcher.tasks.running, self._is_late)
+                watch = LineWatch(look, package, lambda: dispatcher.tasks.running, self._is_late, instance)
 
         def behind(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
             if watch is not None and (sequence_id, at) == (record, index):
@@ -335,6 +341,8 @@ class MomentExplorer:
         return {
             "message": self._words(record, index),
             "line": watch.place(),
+            "behind": watch.behind(),
+            "read": watch.read,
             "changed": watch.changed,
             "is_cut": watch.is_cut,
             "handler": task.described_call if task else None,

@@ -278,8 +278,16 @@ def test_code_that_does_not_return_is_stopped(folder: Path) -> None:
     found = values(folder, "--change", f"shop={app}", "--handler-limit", "0.5")
     (fate,) = next(one for one in found["services"] if one["name"] == "shop")["fates"]
     assert (fate["fate"], fate["count"]) == ("would fail", 1)
-    assert "TimeoutError: a what-if gives the messages of a record 0.5 s" in fate["example"]
+    assert "TimeoutError: a what-if gives it 0.5 s (--handler-limit)" in fate["example"]
     assert state_of(found, "till") == {"sold['tea']": (15, 18)}  # so that there is tea for six
+
+
+def test_a_check_that_does_not_return_ends_the_command(folder: Path) -> None:
+    (folder / "checks.py").write_text("def check(fleet):\n    while fleet['till'].sold.get('tea', 0) == 3: pass\n")
+    told = "--change", f"shop={variant(folder, *TWICE)}", "--check", "checks:check", "--handler-limit", "0.5"
+    said = what_if(folder, *told, status=1)
+    assert "the check can't be made behind 'till' at 2023-11-" in said
+    assert "TimeoutError: a what-if gives it 0.5 s (--handler-limit)" in said
 
 
 def test_changed_code_that_raises_is_a_difference(folder: Path) -> None:
@@ -291,6 +299,8 @@ def test_changed_code_that_raises_is_a_difference(folder: Path) -> None:
 
 def test_wrong_options_are_said(folder: Path) -> None:
     assert "such as shop=shop_v2:Shop" in what_if(folder, "--change", "shop", status=2)
+    said = what_if(folder, "--change", f"shop={variant(folder)}", "--seeds", "2", "--delays", "longest", status=2)
+    assert "--delays longest leaves one order, and --seeds tries many" in said
     assert "a time was expected" in what_if(folder, "--change", f"shop={variant(folder)}", "--from", "3", status=1)
 
 
@@ -305,6 +315,11 @@ def test_a_page_shows_all_of_it_and_needs_nothing_from_elsewhere(folder: Path) -
     assert "the check does not hold behind till, record 4" in page
     assert "in 0 of 2 orders" in page
     assert "shop -> till: Till.sell" in page  # in a chart
+    what_if(folder, "--change", f"shop={variant(folder)}", "--html", "page.html", status=0)
+    assert "No difference" in (folder / "page.html").read_text()  # a page of ours is replaced
+    (folder / "mine.html").write_text("<!doctype html>")
+    said = what_if(folder, *told, "--html", "mine.html", status=1)
+    assert "mine.html is there already, and is no page of immortal: give another name, or remove it first" in said
     said = what_if(folder, *told, "--html", "page.html", "--bisect", "a..b", status=2)
     assert "--html, --parquet and --effects ask are for one" in said
 

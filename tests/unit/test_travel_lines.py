@@ -22,7 +22,7 @@ class Box:
 
 def watched(box: Box, action: Callable[[], object], *, is_late: bool = False) -> LineWatch:
     package = __name__.partition(".")[0]
-    watch = LineWatch(lambda: box.value, package, lambda: None, lambda: is_late)
+    watch = LineWatch(lambda: box.value, package, lambda: None, lambda: is_late, box)
     try:
         action()
     finally:
@@ -77,3 +77,47 @@ def test_one_that_is_late_gives_up() -> None:
     box = Box()
     watch = watched(box, lambda: box.put(1), is_late=True)
     assert (watch.place(), watch.is_cut) == (None, True)
+
+
+class Shelf(Box):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = {"tea": 2}
+        self.items = [1, 2]
+        self.mode = "open"
+
+    def take(self, item: str) -> None:
+        other = "rice"
+        count = self.left.get(item, 0)
+        unused = self.left
+        assert unused
+        if self.mode == "open":
+            count = count * 3
+        count += self.items[-1]
+        self.items.append(other)
+        self._set(self.left[item], count)
+        self.value += 0 * len(self.left.values())
+
+    def _set(self, key: int, number: int) -> None:
+        twice = number * 2
+        self.value = twice
+
+
+def test_values_that_were_read_before_are_noted_by_their_paths() -> None:
+    shelf = Shelf()
+    watch = watched(shelf, lambda: shelf.take("tea"))
+    assert watch.read == ["left['tea']", "left", "mode", "items[1]"]
+
+
+def test_lines_behind_it_are_those_that_set_what_it_uses() -> None:
+    shelf = Shelf()
+    watch = watched(shelf, lambda: shelf.take("tea"))
+    assert text(watch) == "self.value = twice"
+    assert [line["text"] for line in watch.behind()] == [
+        "twice = number * 2",
+        "self._set(self.left[item], count)",
+        "count += self.items[-1]",
+        "count = count * 3",
+        "count = self.left.get(item, 0)",
+        'watch = watched(shelf, lambda: shelf.take("tea"))',
+    ]

@@ -258,6 +258,30 @@ def test_orders_that_end_in_another_way_are_told_apart(monkeypatch: pytest.Monke
     assert (outcome.prefix.service, outcome.prefix.inputs) == ("a", 0)
 
 
+def test_new_messages_take_the_shortest_or_the_longest_recorded_delay() -> None:
+    class Parted(Front, formerly=("Front",)):
+        @rpc
+        async def say(self, line: str) -> None:
+            await immortal.multicast([self.a, self.b]).put.all(line)
+            if line == "3":
+                self.a.put.fork("new")
+
+    with Environment() as env:
+        shards = [env.start(Shard, name) for name in "ab"]
+        front = env.start(Front, "f")
+        for line in ("1", "2", "3"):
+            if line == "2":
+                env.partition(shards[0], front)  # its message comes 40 minutes later
+            front.send(Front.say, line)
+            env.advance(minutes=10 if line == "3" else 40)
+            env.heal()
+        shards[0].send(Shard.put, "from outside")
+        env.advance(hours=1)
+        for delays, place in (("recorded", 3), ("shortest", 3), ("longest", 4)):
+            outcome = env.what_if({"f": Parted}, delays=delays)
+            assert state_of(outcome, "a")[f"lines[{place}]"][1] == "new", delays
+
+
 def test_what_a_trimmed_log_can_not_tell_is_said_with_the_earliest_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet()
     fleet.till.checkpoint()
