@@ -10,11 +10,12 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.replay.travel.sessions import Sessions
@@ -308,6 +309,9 @@ class InProcess:
         self._question_s = question_s
         self._readers: dict[str, Any] = {}
         self._explorers: dict[str, MomentExplorer] = {}
+
+    def locked(self, settings: InstanceSettings) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def ask(self, name: str, what: str, **given: Any) -> Any:
         if name not in self._explorers:
