@@ -85,4 +85,5 @@ def test_wider_types_in_order() -> None:
         [("a", real), ("b", text)]
     )
     assert [fit(value, pa.bool_(), text) for value in (True, None)] == ["true", None]
+    assert pa.array([fit(2**62 + 1, number, real)], real).to_pylist() == [2.0**62]
     assert fit("tea", text, JSON) == '"tea"'
