@@ -108,7 +108,9 @@ class Options:
         if method and table != "messages":
             raise SourceError(f"option method: {method!r}: it is for the table messages, not for {table!r}")
         paths = paths_of(options)
+        instances = frozenset(name for part in options.get("instance", "").split(",") if (name := part.strip()))
         targets = decode_targets(decode) if decode else registered_apps(paths) if method else {}
+        targets = {name: target for name, target in targets.items() if not (name and instances) or name in instances}
         if method and not targets:
             raise SourceError(f"option method: {method!r}: no settings beside the logs name an app: add option decode")
         return cls(
@@ -119,7 +121,7 @@ class Options:
             check == "true",
             targets,
             max(1, number(options, "partitionBytes", PARTITION_SIZE_BYTES)),
-            frozenset(name for part in options.get("instance", "").split(",") if (name := part.strip())),
+            instances,
             _time_ns(options, "fromTime", 0),
             _time_ns(options, "toTime", NO_LIMIT, rest_ns=999),  # all of its last microsecond
             method,

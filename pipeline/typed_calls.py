@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -41,6 +41,7 @@ _SCALARS = {
     inspect.TimeDeltaType: pa.duration("us"),
     inspect.DecimalType: pa.decimal128(38, 18),
 }
+Fit = Callable[[Any], Any]
 _PLAIN = (bytes, bytearray, datetime, date, time, timedelta, Decimal)  # what Arrow takes as it is
 
 
@@ -97,31 +98,42 @@ def _merged(fields: Sequence[pa.Field]) -> dict[str, pa.DataType]:
     return types
 
 
-def fit(value: Any, own: pa.DataType, wide: pa.DataType) -> Any:
-    """Convert a plain value of the type ``own`` to one that Arrow takes for ``wide``. Raises what Arrow raises."""
-    if value is None:
-        return None
+def fitter(own: pa.DataType, wide: pa.DataType) -> Fit:
+    """Return a converter of plain values of the type ``own`` to what Arrow takes for ``wide``.
+
+    It raises what Arrow raises.
+    """
+    fit = _fitter(own, wide)
+    return lambda value: None if value is None else fit(value)
+
+
+def _fitter(own: pa.DataType, wide: pa.DataType) -> Fit:
     if wide == JSON:
-        return msgspec.json.encode(value).decode()
+        return lambda value: msgspec.json.encode(value).decode()
     if pa.types.is_struct(wide):
-        named = value if isinstance(value, dict) else dict(zip([field.name for field in own], value, strict=False))
-        return {
-            field.name: fit(named.get(field.name), own.field(field.name).type, wide.field(field.name).type)
-            for field in own
-        }
+        fits = {field.name: fitter(field.type, wide.field(field.name).type) for field in own}
+
+        def struct(value: Any) -> dict[str, Any]:
+            named = value if isinstance(value, dict) else dict(zip(fits, value, strict=False))
+            return {name: fit(named.get(name)) for name, fit in fits.items()}
+
+        return struct
     if pa.types.is_list(wide):
-        return [fit(item, own.value_type, wide.value_type) for item in value]
+        item = fitter(own.value_type, wide.value_type)
+        return lambda value: list(map(item, value))
     if pa.types.is_map(wide):
-        return [
-            (fit(key, own.key_type, wide.key_type), fit(item, own.item_type, wide.item_type))
-            for key, item in value.items()
-        ]
+        key, item = fitter(own.key_type, wide.key_type), fitter(own.item_type, wide.item_type)
+        return lambda value: [(key(one), item(other)) for one, other in value.items()]
     if pa.types.is_string(wide):
-        return value if isinstance(value, str) else msgspec.json.encode(value).decode().strip('"')
+        return lambda value: value if isinstance(value, str) else msgspec.json.encode(value).decode().strip('"')
     if pa.types.is_floating(wide):
-        return float(value)
-    pa.scalar(value, wide)  # so that one that is too large is an error of its row
-    return value
+        return float
+
+    def checked(value: Any) -> Any:
+        pa.scalar(value, wide)  # so that one that is too large is an error of its row
+        return value
+
+    return checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +149,13 @@ class CallReader:
     """Reader of the calls to one class, newest version first; without versions there are no calls of the method."""
 
     def __init__(self, versions: Sequence[_Version], columns: Mapping[str, tuple[str, pa.DataType]]) -> None:
-        self._versions = versions
-        self._columns = columns
+        self._versions = [
+            (
+                version,
+                [(name, columns[name][0], fitter(own, columns[name][1])) for name, own in version.types.items()],
+            )
+            for version in versions
+        ]
         self.names = {"reason", *(name for name, _ in columns.values())}
         self.method_ids = sorted({version.method_id for version in versions})
 
@@ -147,21 +164,15 @@ class CallReader:
         if kind != RpcKind.CALL or method_id not in self.method_ids:
             return None
         reasons = []
-        for version in self._versions:
+        for version, fits in self._versions:
             if version.method_id == method_id:
                 try:
-                    return self._row(version, read_arguments(version.codec, rpc_type, arguments))
+                    named = read_arguments(version.codec, rpc_type, arguments)
+                    plain = msgspec.to_builtins(named, builtin_types=_PLAIN, enc_hook=show_custom)
+                    return {column: fit(plain.get(parameter)) for parameter, column, fit in fits}
                 except Exception as error:  # a user's types can raise anything for strange bytes
                     reasons.append(unreadable(version.codec, error))
         return {"reason": reasons[0]}
-
-    def _row(self, version: _Version, named: Mapping[str, Any]) -> dict[str, Any]:
-        row = {}
-        for parameter, own in version.types.items():
-            column, wide = self._columns[parameter]
-            plain = msgspec.to_builtins(named.get(parameter), builtin_types=_PLAIN, enc_hook=show_custom)
-            row[column] = fit(plain, own, wide)
-        return row
 
 
 class TypedCalls:

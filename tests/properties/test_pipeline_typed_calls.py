@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from immortal.pipeline.typed_calls import JSON, fit, wider
+from immortal.pipeline.typed_calls import JSON, fitter, wider
 
 SCALARS: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.bool_(): st.booleans(),
@@ -64,14 +64,14 @@ def test_a_value_of_each_of_two_types_has_a_place_in_the_wider(
     assert wider(wide, one) == wider(wide, other) == wide
     for own in (one, other):
         value = data.draw(values(own))
-        (found,) = pa.array([fit(value, own, wide)], wide).to_pylist()
+        (found,) = pa.array([fitter(own, wide)(value)], wide).to_pylist()
         assert (found is None) == (value is None)
 
 
 @given(kind=types, data=st.data())
 def test_a_value_stays_what_it_is_in_its_own_type(kind: pa.DataType, data: st.DataObject) -> None:
     value = data.draw(values(kind))
-    (found,) = pa.array([fit(value, kind, kind)], kind).to_pylist()
+    (found,) = pa.array([fitter(kind, kind)(value)], kind).to_pylist()
     if not pa.types.is_timestamp(kind) and "timestamp" not in str(kind):  # Arrow's are aware
         assert plain(found, kind) == value
 
@@ -84,6 +84,6 @@ def test_wider_types_in_order() -> None:
     assert wider(pa.struct([("a", number)]), pa.struct([("b", text), ("a", real)])) == pa.struct(
         [("a", real), ("b", text)]
     )
-    assert [fit(value, pa.bool_(), text) for value in (True, None)] == ["true", None]
-    assert pa.array([fit(2**62 + 1, number, real)], real).to_pylist() == [2.0**62]
-    assert fit("tea", text, JSON) == '"tea"'
+    assert [fitter(pa.bool_(), text)(value) for value in (True, None)] == ["true", None]
+    assert pa.array([fitter(number, real)(2**62 + 1)], real).to_pylist() == [2.0**62]
+    assert fitter(text, JSON)("tea") == '"tea"'

@@ -129,6 +129,9 @@ def test_versions_of_a_class_share_a_table(spark: SparkSession, tmp_path: Path) 
     finally:
         spark.sql("DROP TABLE sold")
     assert found(read(spark, "messages", tmp_path / "old", method="Till.sell"), "item", "n", "kind_") == [("ink", 3, 1)]
+    (tmp_path / "lost.toml").write_text('app = "no.such:App"\n')
+    some = read(spark, "messages", tmp_path, method="sell", instance="old,other")
+    assert found(some, "item") == [("ink",)]
 
 
 def test_a_stream_has_them_too(spark: SparkSession, tmp_path: Path) -> None:
