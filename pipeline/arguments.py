@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from immortal.appsdk.calls.codec import ArgumentCodec
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.handlers.proxy import method_names
 from immortal.appsdk.running.runner import load, load_or_report
@@ -42,29 +43,23 @@ class ArgumentDecoder:
     """
 
     def __init__(self, definition: Definition) -> None:
-        self._definition = definition
+        self.definition = definition
         self._methods = {method_id: name for (to, method_id), name in method_names(definition).items() if to}
 
     def decode(self, kind: int, rpc_type: int, method_id: int, arguments: bytes | memoryview) -> DecodedCall:
         """Decode a message. ``kind`` (an RpcKind) and ``rpc_type`` (an RpcType) are the message's."""
         if kind != RpcKind.CALL:
             return self._answer(kind, method_id, arguments)
-        definition = self._definition
+        definition = self.definition
         handler = definition.by_method_id.get(method_id)
         if handler is None:
             return DecodedCall(None, problem=f"{definition.name} has no method with ID {method_id}")
         codec = definition.codec(handler)
         try:
-            decoding.check_shown(arguments)
-            named: dict[str, Any] = {}
-            values = codec.decode_call(arguments) if rpc_type == RpcType.ASYNC else codec.decode(arguments)
-            if rpc_type == RpcType.ASYNC:
-                named = {"$caller": values[0], "$call": values[1]}
-                values = values[2:]
-            named |= zip(codec.signature.parameters, values, strict=False)  # trailing defaults can be missing
+            named = read_arguments(codec, rpc_type, arguments)
             return DecodedCall(handler.name, msgspec.json.encode(named, enc_hook=show_custom).decode())
         except Exception as error:  # a user's types can raise anything for strange bytes
-            return DecodedCall(handler.name, problem=f"the arguments of {codec.name} cannot be shown: {_reason(error)}")
+            return DecodedCall(handler.name, problem=unreadable(codec, error))
 
     def _answer(self, kind: int, method_id: int, arguments: bytes | memoryview) -> DecodedCall:
         """Decode an answer to plain values; only the handler that waits knows their types."""
@@ -80,6 +75,19 @@ class ArgumentDecoder:
             return DecodedCall(method, msgspec.json.encode(named, enc_hook=show_custom).decode())
         except Exception as error:  # a foreign app can send any bytes
             return DecodedCall(method, problem=f"the answer of {qualified} cannot be shown: {_reason(error)}")
+
+
+def read_arguments(codec: ArgumentCodec, rpc_type: int, arguments: bytes | memoryview) -> dict[str, Any]:
+    """Decode the arguments of a call, by parameter; trailing defaults can be missing. Raises anything."""
+    decoding.check_shown(arguments)
+    if rpc_type != RpcType.ASYNC:
+        return dict(zip(codec.signature.parameters, codec.decode(arguments), strict=False))
+    return dict(zip(["$caller", "$call", *codec.signature.parameters], codec.decode_call(arguments), strict=False))
+
+
+def unreadable(codec: ArgumentCodec, error: Exception) -> str:
+    """Return what is said of arguments for which :func:`read_arguments` raised ``error``."""
+    return f"the arguments of {codec.name} cannot be shown: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:

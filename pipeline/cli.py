@@ -43,7 +43,7 @@ _UNREADABLE_SHOWN_MAX = 20
 _UPDATES_PER_SECOND = 2.0
 _ENDED_SHOWN_MAX = 5
 
-_PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib", "jinja2")
+_PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib", "jinja2", "packaging")
 _SPARKS_OWN = ("pyspark", "py4j")
 
 
@@ -74,13 +74,28 @@ def spark_options(job: Function) -> Any:
 
     @functools.wraps(job)
     def function(
-        *arguments: Any, master: str, strict: bool, settings: dict[str, str], as_json: bool, **more: Any
+        *arguments: Any,
+        master: str,
+        strict: bool,
+        settings: dict[str, str],
+        env: Path | None,
+        as_json: bool,
+        **more: Any,
     ) -> Any:
+        if env is not None:
+            from immortal.pipeline.packing import settings_for
+
+            settings = {**settings_for(env), **settings}
         return job(*arguments, run=Run(master, strict, settings, as_json), **more)
 
     function = click.option(
         "--conf", "settings", multiple=True, callback=_settings, metavar="NAME=VALUE", help="A setting of Spark's."
     )(json_option(function))
+    function = click.option(
+        "--env",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="An archive of 'immortal pipeline pack', from which executors import.",
+    )(function)
     function = click.option("--strict", is_flag=True, help="End at the first log that cannot be read.")(function)
     return click.option("--master", default="local[*]", show_default=True, help="Where Spark runs.")(function)
 
@@ -305,6 +320,18 @@ def trace(
     if dot is not None:
         _write(dot, trace_dot(found))
     _finish(run, asdict(found), trace_lines(found), found.unreadable)
+
+
+@pipeline.command()
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The archive (.tar.gz).")
+@click.option("--code", type=click.Path(exists=True, path_type=Path), help="A folder or wheel with modules of yours.")
+def pack(out: Path, code: Path | None) -> None:
+    """Pack the packages of this environment, for executors without them: '--master spark://... --env ARCHIVE'."""
+    _require_packages()
+    from immortal.pipeline import packing
+
+    count = packing.pack(out, code)
+    echo(f"{out}: {counted(count, 'package')}, {out.stat().st_size >> 20} MiB")
 
 
 def _apps(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:

@@ -78,7 +78,7 @@ class Marks:
     checksum: Longs
 
 
-Rows = TypeVar("Rows", Batches, Marks)
+Rows = TypeVar("Rows", Batches, Marks, "Messages")
 
 
 @dataclass(slots=True)
@@ -225,7 +225,11 @@ def _in_order(steps: list[tuple[Longs, ...]], width: int) -> list[Longs]:
 
 def of_usual(rows: Rows, usual: Flags) -> Rows:
     """Keep the rows whose record is still usual."""
-    keep = usual[rows.record]
+    return kept(rows, usual[rows.record])
+
+
+def kept(rows: Rows, keep: Flags) -> Rows:
+    """Keep the rows that have a flag."""
     if keep.all():
         return rows
     return type(rows)(*(getattr(rows, name)[keep] for name in rows.__dataclass_fields__))

@@ -32,6 +32,7 @@ _OURS = re.compile(r"(?:^|\s)immortal(?:\.\w+)+: (.+)$", re.MULTILINE)
 _TRACEBACK_END = re.compile(r"^((?:[A-Za-z_][\w.]*)(?:Error|Exception|Exit|Interrupt)): (.+)$", re.MULTILINE)
 _JAVA_CAUSE = re.compile(r"^Caused by: (?:[\w$]+\.)*([\w$]+(?:Error|Exception)): (.+)$", re.MULTILINE)
 _ERROR_CLASS = re.compile(r"^\[[\w.]+\]\s*")
+_MISSING = re.compile(r"No module named '(immortal|msgspec|numpy|pandas|pyarrow)\b")
 _LINE_SIZE_MAX = 500
 
 
@@ -57,6 +58,11 @@ def one_line_error(error: BaseException) -> ImmortalError:
         return SparkError("the connection to Spark is lost: its process has ended")
     if "PYTHON_VERSION_MISMATCH" in text:
         return SparkError("Spark's workers run another version of Python than this program: set PYSPARK_PYTHON")
+    if missing := _MISSING.search(text):
+        return SparkError(
+            f"Spark's executors have no package {missing[1]}: make an archive with 'immortal pipeline pack --out"
+            " env.tar.gz', and add --env env.tar.gz"
+        )
     ends = [match for match in _TRACEBACK_END.finditer(text) if not match[1].startswith(("org.", "java.", "py4j."))]
     if ends:
         return SparkError(_one_line(f"{ends[-1][1].rpartition('.')[2]}: {ends[-1][2]}"))

@@ -64,7 +64,7 @@ def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
         if split_url(path)[0] != FOLDERS or ("#" in given and path != given):
             found |= {url: url for url in _urls(given, may_be_none=may_be_none)}
             continue
-        matches = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
+        matches = _matches(path)
         folders = [folder for match in matches for folder in _folders(Path(match))]
         if not folders and path != given and os.path.isdir(path):
             folders += _urls(given, may_be_none=True)
@@ -76,6 +76,10 @@ def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
             else:
                 found.setdefault(os.path.realpath(folder), os.path.abspath(folder))
     return sorted(found.values())
+
+
+def _matches(path: str) -> list[str]:
+    return sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
 
 
 def _urls(url: str, *, may_be_none: bool) -> list[str]:
@@ -130,15 +134,35 @@ def _folders(path: Path) -> Iterator[Path | str]:
             yield entry / "log"
 
 
-def registered_log(settings: Path) -> Path | str:
-    """Return the log that an instance's settings name (immortal.coordinator.config writes them): a folder or a URL."""
-    default = settings.with_suffix("") / "log"
+def registered_apps(paths: list[str]) -> dict[str, str]:
+    """Return the app of each instance whose settings are in a home, or beside a log, of ``paths``."""
+    found = {}
+    for path in paths:
+        for match in _matches(os.path.abspath(folder_of(path).removeprefix("file:"))):
+            for settings in (
+                *Path(match).glob("*.toml"),
+                Path(f"{match}.toml"),
+                Path(f"{os.path.dirname(match)}.toml"),
+            ):
+                if app := _setting(settings, "app"):
+                    found[settings.stem] = app
+    return found
+
+
+def _setting(settings: Path, name: str) -> str | None:
+    """Return a text from an instance's settings (immortal.coordinator.config writes them); None without one."""
     try:
-        log = tomllib.loads(settings.read_text()).get("log")
+        value = tomllib.loads(settings.read_text()).get(name)
     except (OSError, ValueError):
-        return default
-    if not isinstance(log, str):
-        return default
+        return None
+    return value if isinstance(value, str) else None
+
+
+def registered_log(settings: Path) -> Path | str:
+    """Return the log that an instance's settings name: a folder or a URL."""
+    log = _setting(settings, "log")
+    if log is None:
+        return settings.with_suffix("") / "log"
     scheme, location = split_url(log)
     return settings.parent / location if scheme == FOLDERS else log
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,10 +33,12 @@ from immortal.pipeline.reading import (
     open_range,
     paths_of,
     read_range,
+    registered_apps,
     whole_range,
     within_time,
 )
-from immortal.pipeline.tables import TABLES, TableReader
+from immortal.pipeline.tables import CALLS, TABLES, TableReader
+from immortal.pipeline.typed_calls import TypedCalls
 
 if TYPE_CHECKING:
     from immortal.pipeline.writer import Writer
@@ -47,7 +50,20 @@ PARTITION_SIZE_BYTES_MIN = 64 << 20
 RANGE_COST_BYTES = 256 << 10  # to open a log takes as long as to read so much of it
 TASKS_PER_PROCESSOR = 4  # where there is enough for them: they do not end at the same time
 _OPTIONS = {
-    *("table", "instance", "from", "to", "fromtime", "totime", "decode", "check", "path", "paths", "partitionbytes"),
+    *(
+        "table",
+        "instance",
+        "from",
+        "to",
+        "fromtime",
+        "totime",
+        "decode",
+        "method",
+        "check",
+        "path",
+        "paths",
+        "partitionbytes",
+    ),
     *("maxrecordsperbatch", "startingoffset", "committerid"),
 }
 _OF_CATALOGS = {  # Spark adds what a catalog knows of a table to its options
@@ -55,6 +71,7 @@ _OF_CATALOGS = {  # Spark adds what a catalog knows of a table to its options
     *("serialization.format", "transient_lastddltime"),
 }
 _KEPT = "immortal.options"  # in a table's first column: of a catalog's table, readers get the columns, not the options
+_typed_calls = functools.cache(TypedCalls)
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -72,6 +89,7 @@ class Options:
     instances: frozenset[str] = frozenset()  # none: all
     first_ns: int = 0
     last_ns: int = NO_LIMIT
+    method: str = ""  # only its calls
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Options:
@@ -86,19 +104,37 @@ class Options:
         check = options.get("check", "true").lower()
         if check not in ("true", "false"):
             raise SourceError(f"option check: {check!r}: true or false was expected")
-        decode = options.get("decode", "")
+        decode, method = options.get("decode", ""), options.get("method", "")
+        if method and table != "messages":
+            raise SourceError(f"option method: {method!r}: it is for the table messages, not for {table!r}")
+        paths = paths_of(options)
+        instances = frozenset(name for part in options.get("instance", "").split(",") if (name := part.strip()))
+        targets = decode_targets(decode) if decode else registered_apps(paths) if method else {}
+        targets = {name: target for name, target in targets.items() if not (name and instances) or name in instances}
+        if method and not targets:
+            raise SourceError(f"option method: {method!r}: no settings beside the logs name an app: add option decode")
         return cls(
             table,
-            tuple(paths_of(options)),
+            tuple(paths),
             number(options, "from", 0),
             number(options, "to", NO_LIMIT),
             check == "true",
-            decode_targets(decode) if decode else {},
+            targets,
             max(1, number(options, "partitionBytes", PARTITION_SIZE_BYTES)),
-            frozenset(name for part in options.get("instance", "").split(",") if (name := part.strip())),
+            instances,
             _time_ns(options, "fromTime", 0),
             _time_ns(options, "toTime", NO_LIMIT, rest_ns=999),  # all of its last microsecond
+            method,
         )
+
+    @property
+    def calls(self) -> TypedCalls | None:
+        """The calls of the method, if one is asked for. Raises SourceError if no class has it."""
+        return _typed_calls(self.method, frozenset(self.decode.values()), CALLS) if self.method else None
+
+    @property
+    def schema(self) -> StructType:
+        return from_arrow_schema(calls.schema) if (calls := self.calls) is not None else SCHEMAS[self.table]
 
     def takes(self, instance: str) -> bool:
         """Return True if the options ask for the log of ``instance``."""
@@ -144,7 +180,7 @@ class ImmortalSource(DataSource):
         return "immortal"
 
     def schema(self) -> StructType:
-        schema = SCHEMAS[Options.of(self.options).table]
+        schema = Options.of(self.options).schema
         if "provider" not in self.options:
             return schema
         kept = {_KEPT: {name: self.options[name] for name in self.options}}
@@ -182,7 +218,7 @@ class RangeReader:
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self.options = options
-        self.columns = _checked_columns(options.table, schema)
+        self.columns = _checked_columns(options, schema)
         for target in options.decode.values():
             decoder_of(target)  # a failed import is reported here, once, not by each task
 
@@ -193,6 +229,7 @@ class RangeReader:
             return
         wanted = options.narrow(wanted)
         target = options.decode.get(wanted.instance, options.decode.get(""))
+        calls = options.calls
         table = TableReader(
             options.table,
             self.columns,
@@ -200,6 +237,7 @@ class RangeReader:
             wanted.committer_id,
             options.check,
             decoder_of(target) if target else None,
+            calls.reader(target) if calls is not None else None,
         )
         for values in read_range(wanted):
             if isinstance(values, Gap):
@@ -208,14 +246,14 @@ class RangeReader:
                 yield from table.batches(values)
 
 
-def _checked_columns(table: str, schema: StructType) -> pa.Schema:
+def _checked_columns(options: Options, schema: StructType) -> pa.Schema:
     """Return the requested columns. Raises SourceError unless they are columns of the table."""
-    types = {field.name: field.dataType for field in SCHEMAS[table]}
+    types = {field.name: field.dataType for field in options.schema}
     for field in schema:
         if types.get(field.name) != field.dataType:
             expected = ", ".join(f"{name} {kind.simpleString()}" for name, kind in types.items())
             raise SourceError(
-                f"the table {table!r} has no column {field.name!r} of type {field.dataType.simpleString()}:"
+                f"the table {options.table!r} has no column {field.name!r} of type {field.dataType.simpleString()}:"
                 f" it has {expected}"
             )
     return to_arrow_schema(schema, timezone="UTC")

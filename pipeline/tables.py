@@ -37,11 +37,14 @@ from immortal.pipeline.decode import (
     decode_messages,
     decode_names,
     decode_trailers,
+    kept,
     of_usual,
     verify_checks,
 )
 from immortal.pipeline.reading import LogRange
+from immortal.pipeline.typed_calls import CallReader
 from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import RpcKind
 from immortal.protocol.trailer import BatchKind
 
 RECORDS = pa.schema(
@@ -115,6 +118,10 @@ TABLES = {"records": RECORDS, "messages": MESSAGES, "outputs": OUTPUTS, "checkpo
 Columns = dict[str, Callable[[], pa.Array]]
 Row = dict[str, Any]
 
+_OF_CALLS = ("instance", "sequence_id", "index", "time_ns", "kind", "source", "position", "sent_ns", "ok", "reason")
+CALLS = pa.schema([MESSAGES.field(name) for name in _OF_CALLS])
+"""Columns of the messages that are calls of one method, beside those of its arguments."""
+
 WHOLE_RECORD = -1  # index of the only row of a damaged record in the table of messages
 
 
@@ -128,6 +135,7 @@ class TableReader:
     committer_id: int
     check: bool
     arguments: ArgumentDecoder | None
+    calls: CallReader | None = None  # only these messages, with a column for each argument
 
     def batches(self, values: Values) -> Iterator[pa.RecordBatch]:
         """Yield the rows of ``values``, in order. Raises DamagedLogError for damage that the table cannot show."""
@@ -223,6 +231,9 @@ class TableReader:
         batches = trailers.batches
         number, names = decode_names(values, headers, batches)
         messages = decode_messages(values, headers, batches)
+        if self.calls is not None:
+            are_calls = messages.rpc_kind == RpcKind.CALL
+            messages = kept(messages, are_calls & np.isin(messages.method_id, self.calls.method_ids))
         record = messages.record
         columns = self._constants(len(record), instance=self.instance, ok=True, reason=None)
         columns |= {
@@ -238,27 +249,23 @@ class TableReader:
             "method_id": lambda: pa.array(messages.method_id.astype(np.int32)),
             "arguments": lambda: binaries(values.raw, messages.arguments_start, messages.arguments_end),
         }
-        columns |= self._decoded(values, messages)
+        columns |= self._decoded(values, messages) if self.calls is None else self._typed(values, messages, self.calls)
         return columns, record
+
+    def _typed(self, values: Values, messages: Messages, calls: CallReader) -> Columns:
+        names = calls.names & set(self.schema.names)
+        rows = [calls.row(*each) or {} for each in _parts(values, messages)] if names else []
+        return {
+            name: lambda n=name: pa.array([row.get(n) for row in rows], self.schema.field(n).type)  # type: ignore[misc]
+            for name in names
+        }
 
     def _decoded(self, values: Values, messages: Messages) -> Columns:
         decoder = self.arguments
         names = {"method", "arguments_json", "reason"} if decoder is not None else {"method", "arguments_json"}
         if decoder is None or not names & set(self.schema.names):
             return self._constants(len(messages.record), method=None, arguments_json=None)
-        view = memoryview(values.raw)
-        bounds = zip(
-            messages.rpc_kind.tolist(),
-            messages.rpc_type.tolist(),
-            messages.method_id.tolist(),
-            messages.arguments_start.tolist(),
-            messages.arguments_end.tolist(),
-            strict=True,
-        )
-        calls = [
-            decoder.decode(kind, rpc_type, method_id, view[start:end])
-            for kind, rpc_type, method_id, start, end in bounds
-        ]
+        calls = [decoder.decode(*each) for each in _parts(values, messages)]
         return {
             "method": lambda: pa.array([call.method for call in calls], pa.string()),
             "arguments_json": lambda: pa.array([call.arguments_json for call in calls], pa.string()),
@@ -326,14 +333,30 @@ class TableReader:
                 "arguments": message.arguments,
                 "ok": True,
             }
-            if message.rpc is not None:
-                rpc = message.rpc
+            rpc, is_initial = message.rpc, message.source.kind == BatchKind.INITIAL
+            if self.calls is not None:
+                if rpc is None or is_initial:
+                    continue
+                columns = self.calls.row(rpc.kind, rpc.rpc_type, rpc.method_id, message.arguments)
+                if columns is None:
+                    continue
+                row |= columns
+            elif rpc is not None:
                 row |= {"rpc_kind": RPC_KIND_NAMES[rpc.kind], "rpc_type": RPC_TYPE_NAMES[rpc.rpc_type]}
                 row["method_id"] = rpc.method_id
-                if self.arguments is not None and message.source.kind != BatchKind.INITIAL:
+                if self.arguments is not None and not is_initial:
                     call = self.arguments.decode(rpc.kind, rpc.rpc_type, rpc.method_id, message.arguments)
                     row |= {"method": call.method, "arguments_json": call.arguments_json, "reason": call.problem}
             yield row
+
+
+def _parts(values: Values, messages: Messages) -> Iterator[tuple[int, int, int, memoryview]]:
+    """Yield the kind, the type, the method's ID and the arguments of each message."""
+    view = memoryview(values.raw)
+    columns = (messages.rpc_kind, messages.rpc_type, messages.method_id)
+    bounds = zip(messages.arguments_start.tolist(), messages.arguments_end.tolist(), strict=True)
+    for kind, rpc_type, method_id, (start, end) in zip(*(column.tolist() for column in columns), bounds, strict=True):
+        yield kind, rpc_type, method_id, view[start:end]
 
 
 def signed(checksum: int) -> int:

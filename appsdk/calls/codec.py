@@ -85,16 +85,16 @@ class ArgumentCodec:
         self.plain_count = plain_count(signature)
         self._named = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
         hints = resolve_hints(function)
-        self._types = [hints[parameter.name] for parameter in parameters]
-        for parameter, annotation in zip(parameters, self._types, strict=True):
+        self.types = [hints[parameter.name] for parameter in parameters]
+        for parameter, annotation in zip(parameters, self.types, strict=True):
             if problem := unsupported_type(annotation):
                 raise DefinitionError(
                     f"{self.name}: parameter {parameter.name!r}: {problem}; use a type that msgspec knows "
                     f"(numbers, str, bytes, datetime, list, dict, dataclass, msgspec.Struct, ...), or give yours a "
                     f"codec: immortal.register_type"
                 )
-        self.may_hold_handles = any(map(may_hold_handles, self._types))
-        self.may_hold_untyped = any(map(may_hold_untyped, self._types))
+        self.may_hold_handles = any(map(may_hold_handles, self.types))
+        self.may_hold_untyped = any(map(may_hold_untyped, self.types))
         self.returns_nothing = hints.get("return") is type(None)
         self.decode_plainly, self.decode = self._make_readers(())
         """Decoders of arguments. The first is faster; pass data that it refuses to :meth:`decode_again`."""
@@ -155,7 +155,7 @@ class ArgumentCodec:
     @cached_property
     def _forms(self) -> list[tuple[str, AnnotatedForm | None]]:
         """Name and form of each parameter; the form is None if the annotation says every type."""
-        pairs = zip(self.signature.parameters, self._types, strict=True)
+        pairs = zip(self.signature.parameters, self.types, strict=True)
         return [(name, form_of(annotation) if may_hold_untyped(annotation) else None) for name, annotation in pairs]
 
     @cached_property
@@ -215,7 +215,7 @@ class ArgumentCodec:
         return decode
 
     def _shape(self, front: tuple[type, ...], count: int) -> Any:
-        return tuple[(*front, *map(readable_type, self._types[:count]))]  # type: ignore[misc, valid-type]
+        return tuple[(*front, *map(readable_type, self.types[:count]))]  # type: ignore[misc, valid-type]
 
     def apart(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Split arguments, all by position, into those by position and those by name, as a call passes them."""

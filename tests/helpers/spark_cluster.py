@@ -29,8 +29,11 @@ _SETTINGS = {
 
 
 @contextmanager
-def standalone_cluster(folder: Path, workers: int = 2) -> Iterator[str]:
-    """Yield the cluster's URL, once all workers are registered. Every process that was started is stopped."""
+def standalone_cluster(folder: Path, workers: int = 2, *, bare: bool = False) -> Iterator[str]:
+    """Yield the cluster's URL, once all workers are registered. Every process that was started is stopped.
+
+    ``bare``: the workers have no path to our package; the driver must name a Python for them.
+    """
     spark_home = Path(pyspark.__file__).parent
     java = find_java()
     environment = {
@@ -40,7 +43,7 @@ def standalone_cluster(folder: Path, workers: int = 2) -> Iterator[str]:
         "SPARK_HOME": str(spark_home),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "PYSPARK_PYTHON": sys.executable,
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": "" if bare else str(REPOSITORY),
     }
     processes: list[subprocess.Popen[bytes]] = []
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from immortal.pipeline import packing
+from immortal.protocol.trailer import BatchKind
 from tests.helpers.fleet import damage, duplicate, lose, plan_fleet, streams_for_faults
 from tests.helpers.flow import STATUSES, app_options, record_flow
+from tests.helpers.pipeline_app import SELL, arguments
+from tests.helpers.pipeline_logs import START_NS, Batch, Call, RecordSpec, make_log
 from tests.helpers.spark_cluster import BRIEF_JVM, REPOSITORY, standalone_cluster
 from tests.helpers.talk_fleet import record_talk, write_changed_code
 
@@ -41,6 +48,41 @@ def run(master: str, *arguments: object, status: int, cwd: Path = REPOSITORY) ->
     assert done.returncode == status, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def test_executors_import_from_a_packed_environment(tmp_path: Path) -> None:
+    """Their Python has no package at all, and the code that the driver finds in its folder is nowhere on theirs."""
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "packed_shop.py").write_text("from tests.helpers.pipeline_app import Shop as Shop\n")
+    calls = [Call(SELL, 1, arguments("tea", 3))]
+    log = make_log(
+        tmp_path / "log", "shop", [RecordSpec(0, START_NS, [Batch(BatchKind.STREAM, "alice", 1, START_NS, calls)])]
+    )
+    shutil.copytree(REPOSITORY / "tests" / "helpers", code / "tests" / "helpers")
+    archive = tmp_path / "env.tar.gz"
+    with patch.object(packing, "_EXTRAS", "spark"):  # no more than the job needs
+        packing.pack(archive, code)
+    venv.create(tmp_path / "bare")
+    command = [
+        sys.executable,
+        "-m",
+        "immortal",
+        "pipeline",
+        "stats",
+        str(log),
+        "--decode",
+        "packed_shop:Shop",
+        "--json",
+    ]
+    command += ["--conf", "spark.executor.memory=512m", "--conf", f"spark.executor.extraJavaOptions={BRIEF_JVM}"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK", "PYSPARK"))}
+    environment["PYSPARK_PYTHON"] = str(tmp_path / "bare" / "bin" / "python")
+    with standalone_cluster(tmp_path, 1, bare=True) as url:
+        command += ["--master", url, "--env", str(archive)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=code, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert [each["method"] for each in json.loads(done.stdout)["methods"]] == ["sell"]
 
 
 def executors(work: Path) -> list[str]:

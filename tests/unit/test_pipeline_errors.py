@@ -37,6 +37,11 @@ ValueError: no such thing:
         ("py4j\n: java.lang.OutOfMemoryError: Java heap space\n\tat java", "Spark ran out of memory"),
         ("x: Python worker exited unexpectedly (crashed)\n\tat y", "a Python worker of Spark crashed"),
         ("boo\nCaused by: java.io.IOException: No space left on device\n\tat java", "IOException: No space left"),
+        (
+            "Traceback (most recent call last):\nModuleNotFoundError: No module named 'immortal'\n\tat org.apache",
+            "Spark's executors have no package immortal: make an archive with 'immortal pipeline pack ",
+        ),
+        ("x\nModuleNotFoundError: No module named 'immortal_till'\n\tat y", "ModuleNotFoundError: No module named"),
         ("", "RuntimeError"),
     ],
 )

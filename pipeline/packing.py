@@ -1,0 +1,98 @@
+"""Archive of this environment's packages and of the user's code, for executors of Spark that have neither.
+
+An archive holds no Python and no Spark: executors bring these, Python in the version that made the archive.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import IO
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import immortal
+from immortal.pipeline.errors import SourceError
+from immortal.protocol import distribution
+from immortal.protocol.files import open_beside
+
+_UNPACKED = "immortal_env"  # in the folder where an executor runs
+_EXTRAS = "spark,archive,postgres"
+_NOT_PACKED = ("pyspark", "py4j", "matplotlib", "jinja2")  # a cluster has the first two; pages are made at the driver
+_COMPRESSION = 1  # three times as quick as the default, for a tenth more
+
+
+def settings_for(archive: Path) -> Mapping[str, str]:
+    """Return the settings of Spark with which executors import from ``archive``, before what they have themselves."""
+    return {
+        "spark.archives": f"{archive.absolute()}#{_UNPACKED}",
+        "spark.executorEnv.PYTHONPATH": _UNPACKED,
+    }
+
+
+def pack(out: Path, code: Path | None = None) -> int:
+    """Write the archive ``out``, with the modules of ``code``, a folder or wheel. Return its number of packages.
+
+    Raises SourceError if there is no such code, OSError.
+    """
+    if code is not None and not code.is_dir() and not zipfile.is_zipfile(code):
+        raise SourceError(f"{code} is no folder and no wheel")
+    packages = _distributions()
+    descriptor, temporary = open_beside(out)
+    try:
+        with open(descriptor, "wb") as file:
+            _write(file, packages, code)
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(packages)
+
+
+def _write(file: IO[bytes], packages: Sequence[metadata.Distribution], code: Path | None) -> None:
+    package = Path(immortal.__file__).parent
+    with (
+        tarfile.open(fileobj=file, mode="w:gz", compresslevel=_COMPRESSION, dereference=True) as tar,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        for found in packages:
+            for each in found.files or ():
+                if ".." not in each.parts and each.parts[0] != package.name and "__pycache__" not in each.parts:
+                    tar.add(str(each.locate()), str(each))
+        _add(tar, package, package.name)  # wherever it is: an editable installation lists no modules
+        if code is not None and code.is_file():
+            zipfile.ZipFile(code).extractall(folder)  # noqa: S202 (the user's own wheel)
+        for entry in sorted((code if code is not None and code.is_dir() else Path(folder)).iterdir()):
+            _add(tar, entry, entry.name)
+
+
+def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
+    """Add a file, or a folder with all below it, without what is hidden or compiled by Python."""
+    tar.add(
+        path, name, filter=lambda member: None if Path(member.name).name.startswith((".", "__pycache__")) else member
+    )
+
+
+def _distributions() -> list[metadata.Distribution]:
+    """Return what is installed of the packages that the pipeline needs."""
+    found: dict[str, metadata.Distribution] = {}
+    pending, seen = [Requirement(f"{distribution.NAME}[{_EXTRAS}]")], set[str]()
+    while pending:
+        wanted = pending.pop()
+        name = canonicalize_name(wanted.name)
+        if str(wanted) in seen or name in _NOT_PACKED:
+            continue
+        seen.add(str(wanted))
+        try:
+            found[name] = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # of an extra
+            continue
+        needed = map(Requirement, found[name].requires or ())
+        extras = [{"extra": extra} for extra in (*wanted.extras, "")]
+        pending += [each for each in needed if each.marker is None or any(map(each.marker.evaluate, extras))]
+    return list(found.values())
