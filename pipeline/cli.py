@@ -327,7 +327,7 @@ def trace(
 @click.option("--code", type=click.Path(exists=True, path_type=Path), help="A folder or wheel with modules of yours.")
 def pack(out: Path, code: Path | None) -> None:
     """Pack the packages of this environment, for executors without them: '--master spark://... --env ARCHIVE'."""
-    _require_packages()
+    require_packages()
     from immortal.pipeline import packing
 
     count = packing.pack(out, code)
