@@ -24,19 +24,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import wordcount
 from networks import ADDRESSES, Networks, NetworksError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from immortal.appsdk.state import decode_envelope
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
+from immortal.log import open_reader
 from immortal.protocol.errors import ImmortalError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import supervised
-from supervised import APP, COORDINATOR, REGISTRY_NAME, Kill, RunError, console, final_state
+from supervised import APP, COORDINATOR, REGISTRY_NAME, Kill, RunError, console
 
 LINES_WANTED = 600_000  # of the default input
 POLL_S = 0.05
@@ -242,13 +245,29 @@ def wait_until_complete(instances: Sequence[Instance], total: int, kill_count: i
         progress.update(kills_bar, completed=kill_count)
 
 
+def final_state(folder: Path, name: str) -> dict[str, Any]:
+    """Return the attributes in the checkpoint that the clean stop has just written."""
+    settings = Registry(folder / REGISTRY_NAME).load(name)
+    with open_reader(settings.log, name) as reader:
+        summary = reader.summary()
+        newest = summary.checkpoints[-1]
+        if newest.sequence_id != summary.last_sequence_id:
+            raise RunError(
+                f"{name}: the last checkpoint is of record {newest.sequence_id},"
+                f" the log ends with record {summary.last_sequence_id}: the stop was not clean"
+            )
+        blob = b"".join(reader.checkpoint_chunks(newest.checkpoint_id))
+        state: dict[str, Any] = msgspec.msgpack.decode(decode_envelope(blob)[1])
+        return state
+
+
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
 def compare(folder: Path, expected: Counter[str], total: int) -> list[str]:
     """Return the differences; none if all is equal."""
-    counter, reader = (final_state(folder / REGISTRY_NAME, name, Path(__file__).parent) for name in (COUNTER, READER))
-    words, lines = counter["words"], reader["lines"]
+    words = final_state(folder, COUNTER)["words"]
+    lines = final_state(folder, READER)["lines"]
     console.print(f"plain Counter: {expected.total():,} words, {len(expected):,} distinct, {total:,} lines")
     console.print(f"two immortals: {sum(words.values()):,} words, {len(words):,} distinct, {lines:,} lines")
     differences = [
