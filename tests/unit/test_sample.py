@@ -286,6 +286,7 @@ def inputs_only(one: Input) -> dict[str, Any]:
     ("options", "why"),
     [
         ({"keep": lambda one: False}, "none of 14 inputs is kept"),
+        ({"keep": lambda one: one.arguments["phone"]}, "--keep fails for .*: KeyError: 'phone'"),
         ({"to_ns": 1}, "no log has a record up to that time"),
         ({"redact": lambda one: {}}, r"--redact fails for .*: it returned the arguments \[\], and"),
         ({"redact": lambda one: one.arguments["phone"]}, "--redact fails for .*: KeyError: 'phone'"),
@@ -405,3 +406,15 @@ def test_a_result_is_that_of_equal_arguments_nearest_in_time() -> None:
     assert other is not None
     assert other.asked_ns == 21
     assert (results.guessed, results.take(("shop", "refund"), b"a", 0), results.missing) == (1, None, 2)
+
+
+def test_a_value_that_is_redacted_in_place_is_redacted() -> None:
+    def move(one: Input) -> dict[str, Any]:
+        one.arguments["address"]["street"] = "Nowhere"
+        return one.arguments
+
+    redaction, address = Redaction(move), {"street": MARK}
+    raws = [msgspec.Raw(msgspec.msgpack.encode(address))]
+    (encoded,) = redaction.encoded(Input("shop", "request", "Shop.move", {"address": address}, 0), raws)
+    assert msgspec.msgpack.decode(encoded) == {"street": "Nowhere"}
+    assert redaction.replaced == {MARK}
