@@ -117,7 +117,7 @@ def sample(
         rows = [[name, *(f"{n:,}" for n in numbers)] for name, *numbers in map(msgspec.structs.astuple, made.services)]
         echo_lines(table_lines(heads, rows, right=heads[1:]))
         echo_lines(f"note: {note}" for note in made.notes)
-        size_bytes = sum(path.stat().st_size for path in folder.rglob("*"))
+        size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         echo(f"unchanged under today's code: {size_bytes:,} bytes in {folder}")
     echo_lines((f"not redacted: {one}" for one in made.left), err=True)
     sys.exit(1 if made.left else 0)

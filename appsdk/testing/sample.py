@@ -116,7 +116,7 @@ def sample_fleet(
         codes = {name: load_definition(opened.apps[name]) for name in fleet}
         inputs = Inputs(fleet, codes, redaction, begin_ns)
         sizes = {name: _sizes(recorded.log.records()) for name, recorded in fleet.items()}
-    kept = [one for one in inputs.given if (keep is None or keep(one.input)) and _is_in_share(one, share, keys)]
+    kept = [one for one in inputs.given if _is_kept(one.input, keep) and _is_in_share(one, share, keys)]
     if not kept:
         raise ReplayError(f"none of {len(inputs.given):,} inputs is kept: say otherwise which, or of a larger share")
     for one in kept:
@@ -137,6 +137,14 @@ def sample_fleet(
     return Sample(services, begin_ns, inputs.end_ns, notes, _left(world, codes, redaction))
 
 
+def _is_kept(one: Input, keep: Callable[[Input], object] | None) -> bool:
+    try:
+        return keep is None or bool(keep(one))
+    except Exception as error:  # of the user's function
+        text = f"--keep fails for {one.kind} {one.method} of {one.service}: {type(error).__name__}: {error}"
+        raise ReplayError(text) from None
+
+
 def _is_in_share(one: Given, share: float, keys: Collection[str]) -> bool:
     """Return True if an input is kept, by a hash that is the same in each process and for equal keys."""
     if share >= 1:
@@ -152,10 +160,11 @@ def _write(world: World, old: Registry, folder: Path, codes: Mapping[str, Defini
     """Write the new home, with the code that ran: a test compares it with that of its day."""
     registry = Registry(folder)
     for name, definition in codes.items():
-        app, keep_code = old.load(name).app or definition.label, old.load(name).keep_code
-        settings = registry.register(name, "tcp://127.0.0.1:*", app=app, keep_code=keep_code)
+        then = old.load(name)
+        app = then.app or definition.label
+        settings = registry.register(name, "tcp://127.0.0.1:*", app=app, keep_code=then.keep_code)
         sources = {path: (path, source) for path, (_, source) in sources_of(definition.cls).items()}
-        if keep_code:
+        if then.keep_code:
             kept_code.keep(settings.folder / kept_code.FOLDER_NAME, app, sources, 0)
         backend = world.nodes[name].store.backend
         with backend.view() as view:
