@@ -87,7 +87,7 @@ def sample_fleet(
 
     ``home``: the registry folder; ``folder``: a new one, for :func:`assert_fleet_unchanged`. ``keep``: returns True for
     an :class:`Input` to be kept. ``share``: of the values of the arguments named in ``keys`` so many are kept, with all
-    their inputs, from 0 to 1; inputs without such an argument are. Without ``keys``: so many inputs. ``redact``:
+    their inputs, from 0 to 1; inputs without such an argument all are. Without ``keys``: so many inputs. ``redact``:
     returns the arguments in place of those of an input or a result. ``begin_ns``, ``to_ns``: times in ns since the
     Unix epoch.
 
@@ -146,14 +146,15 @@ def _is_kept(one: Input, keep: Callable[[Input], object] | None) -> bool:
 
 
 def _is_in_share(one: Given, share: float, keys: Collection[str]) -> bool:
-    """Return True if an input is kept, by a hash that is the same in each process and for equal keys."""
+    """Return True if an input is kept: by the hash of one of its keys, which is the same in each process."""
     if share >= 1:
         return True
     values = [one.input.arguments[key] for key in keys if key in one.input.arguments]
     if keys and not values:
         return True
-    text = encoder.encode(values or [one.input.service, one.rpc.arguments, one.input.time_ns])
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") < share * 2**64
+    marks = [[value] for value in values] or [[one.input.service, one.rpc.arguments, one.input.time_ns]]
+    hashes = (hashlib.blake2b(encoder.encode(mark), digest_size=8).digest() for mark in marks)
+    return any(int.from_bytes(digest, "big") < share * 2**64 for digest in hashes)
 
 
 def _write(world: World, old: Registry, folder: Path, codes: Mapping[str, Definition]) -> None:

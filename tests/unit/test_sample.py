@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,8 @@ from msgspec.structs import replace
 
 import immortal
 from immortal import Immortal, Impulses, every, impulse, on_primary, peer, rpc, upgrades
-from immortal.appsdk.testing.recorded_inputs import Input, Redaction, Result, Results
+from immortal.appsdk.testing.recorded_inputs import Given, Input, Redaction, Result, Results
+from immortal.appsdk.testing.sample import _is_in_share
 from immortal.cli import main
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogSummary
@@ -418,3 +420,15 @@ def test_a_value_that_is_redacted_in_place_is_redacted() -> None:
     (encoded,) = redaction.encoded(Input("shop", "request", "Shop.move", {"address": address}, 0), raws)
     assert msgspec.msgpack.decode(encoded) == {"street": "Nowhere"}
     assert redaction.replaced == {MARK}
+
+
+def test_a_value_that_is_kept_is_so_beside_any_other_key() -> None:
+    def is_kept(**arguments: str) -> bool:
+        one: Any = None
+        given = Given(Input("bank", "request", "Bank.move", arguments, 0), 1, "", one, [], 0)
+        return _is_in_share(given, 0.5, ("source", "target"))
+
+    kept = {name: is_kept(source=name) for name in CUSTOMERS}
+    assert set(kept.values()) == {True, False}
+    for source, target in itertools.product(CUSTOMERS, repeat=2):
+        assert is_kept(source=source, target=target) == (kept[source] or kept[target])
