@@ -95,8 +95,8 @@ def sample(
     from immortal.replay.fleet.player import seal_process
 
     begin_ns, to_ns = times_of(begin, end)
-    functions = [None if text is None else load_function(text) for text in (keep, redact)]
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        functions = [None if text is None else load_function(text) for text in (keep, redact)]
         seal_process(0)
         made = sample_fleet(
             registry.home,

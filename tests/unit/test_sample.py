@@ -263,7 +263,9 @@ def test_the_command_says_what_it_made_and_fails_where_a_text_is_left(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    redact = "--redact", f"{__name__}:inputs_only"
+    (tmp_path / "loud.py").write_text(f"from {__name__} import inputs_only\nprint('loaded')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    redact = "--redact", "loud:inputs_only"
     golden = str(tmp_path / "golden")
     result = CliRunner().invoke(main, ["--home", str(recorded.home), "sample", golden, *redact, "--json"])
     assert result.exit_code == 1, result.output
