@@ -95,8 +95,8 @@ def sample(
     from immortal.replay.fleet.player import seal_process
 
     begin_ns, to_ns = times_of(begin, end)
-    functions = [None if text is None else load_function(text) for text in (keep, redact)]
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        functions = [None if text is None else load_function(text) for text in (keep, redact)]
         seal_process(0)
         made = sample_fleet(
             registry.home,
@@ -117,7 +117,7 @@ def sample(
         rows = [[name, *(f"{n:,}" for n in numbers)] for name, *numbers in map(msgspec.structs.astuple, made.services)]
         echo_lines(table_lines(heads, rows, right=heads[1:]))
         echo_lines(f"note: {note}" for note in made.notes)
-        size_bytes = sum(path.stat().st_size for path in folder.rglob("*"))
+        size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         echo(f"unchanged under today's code: {size_bytes:,} bytes in {folder}")
     echo_lines((f"not redacted: {one}" for one in made.left), err=True)
     sys.exit(1 if made.left else 0)

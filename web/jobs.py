@@ -59,9 +59,9 @@ class Jobs:
         with self._lock:
             if len(self._running) >= WHAT_IFS_MAX:
                 raise WebError(f"{WHAT_IFS_MAX} what-ifs run already: wait for one of them, or cancel it", 409)
+            self._keep(job)
             process = _start("what-if" if order.fleet is None else "fleet", subprocess.DEVNULL)
             self._running[job.id] = job, process
-        self._keep(job)
         threading.Thread(target=self._follow, args=(job, process), name=f"what-if {job.id}", daemon=True).start()
         return job
 
@@ -136,9 +136,11 @@ class Jobs:
         if job.state == "running":
             job.state = "failed" if job.report is None else "done"
             job.error = job.error or ("" if job.report else f"its process ended with status {process.returncode}")
-        self._keep(job)
-        with self._lock:
-            del self._running[job.id]
+        try:
+            self._keep(job)
+        finally:
+            with self._lock:
+                del self._running[job.id]
 
     def _keep(self, job: Job) -> None:
         make_folder(self._folder)

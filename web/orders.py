@@ -234,7 +234,7 @@ def _answer_what_if(order: Order, say: Say) -> None:
     except OutputDivergenceError as error:
         text = f"{error}\nThe old code does not do again what it did, so there is nothing to compare with: give the one"
         say({"error": f"{text} that made this log, or see 'immortal verify {order.name}'"})
-    except ImmortalError as error:
+    except (ImmortalError, OSError) as error:
         say({"error": str(error)})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from datetime import datetime
 from typing import Any
 
@@ -67,7 +68,7 @@ class Redaction:
         """Return the encoded arguments of an input, replaced if they are to be. Raises ReplayError."""
         if self._function is None:
             return list(raws)
-        given = Input(one.service, one.kind, one.method, dict(one.arguments), one.time_ns)
+        given = replace(one, arguments=deepcopy(one.arguments))  # it may change values in place
         try:
             new = dict(self._function(given))
             if new.keys() != one.arguments.keys():

@@ -87,7 +87,7 @@ def sample_fleet(
 
     ``home``: the registry folder; ``folder``: a new one, for :func:`assert_fleet_unchanged`. ``keep``: returns True for
     an :class:`Input` to be kept. ``share``: of the values of the arguments named in ``keys`` so many are kept, with all
-    their inputs, from 0 to 1; inputs without such an argument are. Without ``keys``: so many inputs. ``redact``:
+    their inputs, from 0 to 1; inputs without such an argument all are. Without ``keys``: so many inputs. ``redact``:
     returns the arguments in place of those of an input or a result. ``begin_ns``, ``to_ns``: times in ns since the
     Unix epoch.
 
@@ -116,7 +116,7 @@ def sample_fleet(
         codes = {name: load_definition(opened.apps[name]) for name in fleet}
         inputs = Inputs(fleet, codes, redaction, begin_ns)
         sizes = {name: _sizes(recorded.log.records()) for name, recorded in fleet.items()}
-    kept = [one for one in inputs.given if (keep is None or keep(one.input)) and _is_in_share(one, share, keys)]
+    kept = [one for one in inputs.given if _is_kept(one.input, keep) and _is_in_share(one, share, keys)]
     if not kept:
         raise ReplayError(f"none of {len(inputs.given):,} inputs is kept: say otherwise which, or of a larger share")
     for one in kept:
@@ -137,25 +137,35 @@ def sample_fleet(
     return Sample(services, begin_ns, inputs.end_ns, notes, _left(world, codes, redaction))
 
 
+def _is_kept(one: Input, keep: Callable[[Input], object] | None) -> bool:
+    try:
+        return keep is None or bool(keep(one))
+    except Exception as error:  # of the user's function
+        text = f"--keep fails for {one.kind} {one.method} of {one.service}: {type(error).__name__}: {error}"
+        raise ReplayError(text) from None
+
+
 def _is_in_share(one: Given, share: float, keys: Collection[str]) -> bool:
-    """Return True if an input is kept, by a hash that is the same in each process and for equal keys."""
+    """Return True if an input is kept: by the hash of one of its keys, which is the same in each process."""
     if share >= 1:
         return True
     values = [one.input.arguments[key] for key in keys if key in one.input.arguments]
     if keys and not values:
         return True
-    text = encoder.encode(values or [one.input.service, one.rpc.arguments, one.input.time_ns])
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") < share * 2**64
+    marks = [[value] for value in values] or [[one.input.service, one.rpc.arguments, one.input.time_ns]]
+    hashes = (hashlib.blake2b(encoder.encode(mark), digest_size=8).digest() for mark in marks)
+    return any(int.from_bytes(digest, "big") < share * 2**64 for digest in hashes)
 
 
 def _write(world: World, old: Registry, folder: Path, codes: Mapping[str, Definition]) -> None:
     """Write the new home, with the code that ran: a test compares it with that of its day."""
     registry = Registry(folder)
     for name, definition in codes.items():
-        app, keep_code = old.load(name).app or definition.label, old.load(name).keep_code
-        settings = registry.register(name, "tcp://127.0.0.1:*", app=app, keep_code=keep_code)
+        then = old.load(name)
+        app = then.app or definition.label
+        settings = registry.register(name, "tcp://127.0.0.1:*", app=app, keep_code=then.keep_code)
         sources = {path: (path, source) for path, (_, source) in sources_of(definition.cls).items()}
-        if keep_code:
+        if then.keep_code:
             kept_code.keep(settings.folder / kept_code.FOLDER_NAME, app, sources, 0)
         backend = world.nodes[name].store.backend
         with backend.view() as view:

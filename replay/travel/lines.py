@@ -47,8 +47,9 @@ class LineWatch:
         self._read_count = 0  # of these, up to the last change
         self._before = sys.gettrace()
         self._outside = set(_frames(sys._getframe()))  # they ran before
-        self._trail: list[Line] = []  # all lines that have run
-        self._changes: list[int] = []  # the length of the trail at each change
+        self._trail: list[Line] = []  # the first lines that have run
+        self._trail_count = 0  # of these, up to the last change
+        self._changes: list[Line] = []  # the lines that changed it
         self._at: tuple[FrameType, int, Any] | None = None  # the line that runs
         self.found: tuple[FrameType, int, Any] | None = None  # the last one that changed it, and who ran it
         self.changed = self.is_cut = self._is_over = False
@@ -86,8 +87,9 @@ class LineWatch:
             return
         if not same(value, self._value):
             self._value, self.found, self.changed = value, self._at, True
-            self._read_count = len(self._read)
-            self._changes.append(len(self._trail))
+            self._read_count, self._trail_count = len(self._read), len(self._trail)
+            if self._at is not None:
+                self._changes.append(self._at[:2])
 
     def stop(self) -> None:
         """Compare for the last time. Only the first call does so."""
@@ -106,13 +108,16 @@ class LineWatch:
 
     def behind(self) -> list[dict[str, Any]]:
         """Return the lines before, the newest first, that made what the line used; without it, all that set names."""
-        line = None if self.found is None else self.found[:2]
-        if line is None:
+        if self.found is None:
             found = [one for one in reversed(self._trail) if _flow(one).sets]
         else:
-            found = [self._trail[at - 1] for at in reversed(self._changes[:-1]) if at]
-            found += _made_of(line, self._trail[: self._changes[-1]])
-        return [describe_place(*one) for one in dict.fromkeys(found) if one != line][:BEHIND_MAX]
+            found = self._changes[::-1]
+            if self._trail_count < TRAIL_MAX:  # otherwise lines between are not known
+                found += _made_of(self.found[:2], self._trail[: self._trail_count])
+        places = {(frame.f_code, number): (frame, number) for frame, number in found}
+        if self.found is not None:
+            del places[self.found[0].f_code, self.found[1]]
+        return [describe_place(*one) for one in places.values()][:BEHIND_MAX]
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,8 @@ from msgspec.structs import replace
 
 import immortal
 from immortal import Immortal, Impulses, every, impulse, on_primary, peer, rpc, upgrades
-from immortal.appsdk.testing.recorded_inputs import Input, Redaction, Result, Results
+from immortal.appsdk.testing.recorded_inputs import Given, Input, Redaction, Result, Results
+from immortal.appsdk.testing.sample import _is_in_share
 from immortal.cli import main
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogSummary
@@ -261,7 +263,9 @@ def test_the_command_says_what_it_made_and_fails_where_a_text_is_left(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    redact = "--redact", f"{__name__}:inputs_only"
+    (tmp_path / "loud.py").write_text(f"from {__name__} import inputs_only\nprint('loaded')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    redact = "--redact", "loud:inputs_only"
     golden = str(tmp_path / "golden")
     result = CliRunner().invoke(main, ["--home", str(recorded.home), "sample", golden, *redact, "--json"])
     assert result.exit_code == 1, result.output
@@ -286,6 +290,7 @@ def inputs_only(one: Input) -> dict[str, Any]:
     ("options", "why"),
     [
         ({"keep": lambda one: False}, "none of 14 inputs is kept"),
+        ({"keep": lambda one: one.arguments["phone"]}, "--keep fails for .*: KeyError: 'phone'"),
         ({"to_ns": 1}, "no log has a record up to that time"),
         ({"redact": lambda one: {}}, r"--redact fails for .*: it returned the arguments \[\], and"),
         ({"redact": lambda one: one.arguments["phone"]}, "--redact fails for .*: KeyError: 'phone'"),
@@ -405,3 +410,27 @@ def test_a_result_is_that_of_equal_arguments_nearest_in_time() -> None:
     assert other is not None
     assert other.asked_ns == 21
     assert (results.guessed, results.take(("shop", "refund"), b"a", 0), results.missing) == (1, None, 2)
+
+
+def test_a_value_that_is_redacted_in_place_is_redacted() -> None:
+    def move(one: Input) -> dict[str, Any]:
+        one.arguments["address"]["street"] = "Nowhere"
+        return one.arguments
+
+    redaction, address = Redaction(move), {"street": MARK}
+    raws = [msgspec.Raw(msgspec.msgpack.encode(address))]
+    (encoded,) = redaction.encoded(Input("shop", "request", "Shop.move", {"address": address}, 0), raws)
+    assert msgspec.msgpack.decode(encoded) == {"street": "Nowhere"}
+    assert redaction.replaced == {MARK}
+
+
+def test_a_value_that_is_kept_is_so_beside_any_other_key() -> None:
+    def is_kept(**arguments: str) -> bool:
+        one: Any = None
+        given = Given(Input("bank", "request", "Bank.move", arguments, 0), 1, "", one, [], 0)
+        return _is_in_share(given, 0.5, ("source", "target"))
+
+    kept = {name: is_kept(source=name) for name in CUSTOMERS}
+    assert set(kept.values()) == {True, False}
+    for source, target in itertools.product(CUSTOMERS, repeat=2):
+        assert is_kept(source=source, target=target) == (kept[source] or kept[target])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+import pytest
+
+from immortal.replay.travel import lines
 from immortal.replay.travel.lines import LineWatch
 
 
@@ -121,3 +124,30 @@ def test_lines_behind_it_are_those_that_set_what_it_uses() -> None:
         "count = self.left.get(item, 0)",
         'watch = watched(shelf, lambda: shelf.take("tea"))',
     ]
+
+
+def test_behind_a_line_that_runs_often_each_place_is_shown_once() -> None:
+    box = Box()
+
+    def action() -> None:
+        for number in range(20):
+            box.put(number)
+        box.value = 50
+
+    assert [line["text"] for line in watched(box, action).behind()] == ["self.value = value"]
+
+
+def test_lines_that_were_not_kept_make_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "TRAIL_MAX", 3)
+    box = Box()
+
+    def action() -> None:
+        number = 1
+        box.put(number)
+        for one in range(9):
+            number = one + 5
+        box.value = number
+
+    watch = watched(box, action)
+    assert text(watch) == "box.value = number"
+    assert [line["text"] for line in watch.behind()] == ["self.value = value"]

@@ -1,9 +1,10 @@
-"""Order of a what-if for the fleet: texts of a form, which anybody can send with anything in them."""
+"""Orders of what-ifs: texts of a form, which anybody can send with anything in them; a disk that fails."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import create_log
 from immortal.protocol.errors import ImmortalError
-from immortal.web.orders import FleetOrder
+from immortal.web import orders
+from immortal.web.jobs import WHAT_IFS_MAX, Jobs
+from immortal.web.orders import FleetOrder, Order
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +65,22 @@ def test_each_text_is_taken_or_refused_in_words(registry: Registry, given: dict[
         taken = FleetOrder(**{"changes": "shop=kiosk_v2:Shop", **given}).arguments(registry)
         assert taken["changes"].keys() <= {"shop", "till"}
         assert 1 <= taken["seeds"] <= 9999
+
+
+def test_a_what_if_that_can_not_be_kept_takes_no_place(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    jobs = Jobs(tmp_path / "file" / "what-if")
+    for _ in range(WHAT_IFS_MAX + 1):
+        with pytest.raises(OSError, match="file"):
+            jobs.start(Order(str(tmp_path), "shop"))
+    jobs.close()
+
+
+def test_a_log_that_can_not_be_read_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any) -> Any:
+        raise PermissionError(13, "Permission denied", "shop/log")
+
+    monkeypatch.setattr(orders, "run_fleet_order", refused)
+    said: list[dict[str, Any]] = []
+    orders._answer_what_if(Order("home", fleet=FleetOrder()), said.append)
+    assert said == [{"error": "[Errno 13] Permission denied: 'shop/log'"}]
