@@ -277,7 +277,7 @@ class Shadow:
         for group in found.fates:
             fate, verdict = group.fate.would_be, group.first
             text = f"{group.method or 'a message'} {fate}: {format_failure(verdict)}"
-            self._tell(record, fate, self.name, group.method, verdict.message_index, text)
+            self._tell(record, fate, self.name, group.method, verdict.message_index, text, group.count)
         if steps.new.ended is not None:
             text = f"would stop its app at {found.other.splitlines()[0]}"
             self._tell(record, "stops", self.name, "", None, text)

@@ -76,6 +76,12 @@ class Stopping(Shop, formerly=("Shop",)):
         raise KeyError(count)
 
 
+class Failing(Shop, formerly=("Shop",)):
+    @rpc
+    def order(self, count: int) -> None:
+        raise KeyError(count)
+
+
 @upgrades(Shop)
 class NewShop(Shop):
     @classmethod
@@ -183,6 +189,15 @@ def test_many_differences_of_a_record_are_counted(scene: Scene, monkeypatch: pyt
         assert all(one.done for one in pending)
     told = [one for one in scene.follow(shadow) if isinstance(one, Found) and one.to == "till"]
     assert [(one.record, one.count) for one in told] == [(1, 1), (1, 1), (1, 2), (2, 4)]
+
+
+def test_failures_of_a_record_are_counted(scene: Scene) -> None:
+    shadow = scene.shadow(Failing)
+    for count in range(3):
+        scene.shop.begin(Shop.order, count)
+    scene.env.run()
+    told = [one for one in scene.follow(shadow) if isinstance(one, Found) and one.kind == "would fail"]
+    assert [(one.record, one.handler, one.count) for one in told] == [(1, "Failing.order", 3)]
 
 
 def test_a_part_of_the_state_is_told_once(scene: Scene) -> None:
@@ -336,7 +351,7 @@ def test_a_report_goes_on_with_the_counts_of_an_earlier_process() -> None:
     assert report.following == {"shop": False}
     assert "not followed at the end: shop" in report.lines()
     report.take(Note("shop", "from checkpoint 2 on", follows=True))
-    assert report.marks == {"shop": Mark(9, -1)}
+    assert report.marks == {"shop": Mark(9, 10)}  # with --from it would come to that record again
     report.take(Progress("shop", 12, 3, 3, 0.2))
     assert report.totals == [Progress("shop", 12, 15, 12, 0.2)]
     assert report.line == "15 messages, 12 calls the same, 0 different, 0.2 s behind"
