@@ -35,7 +35,7 @@ from immortal.replay.fleet.calls import number_of_awaited
 from immortal.replay.fleet.model import Difference
 from immortal.replay.fleet.opening import load_definition
 from immortal.replay.fleet.outcome import SHOWN_MAX, call_text, difference_text, kind_of_call, value_text
-from immortal.replay.fleet.player import LoggedRecord, Place, Player, first_checkpoint
+from immortal.replay.fleet.player import LoggedRecord, Place, first_checkpoint
 from immortal.replay.fleet.screening import RecordDifference, Screening
 from immortal.replay.plan import ReplayError, place_of, usable_checkpoints
 from immortal.replay.result import format_failure
@@ -289,7 +289,8 @@ class Shadow:
     def _text(self, steps: Screening, record: LoggedRecord, one: Difference, to: str, methods: Methods) -> str:
         """Describe a call that differs: the message that makes it, and what began that; the call then and now."""
         made = self._message(record, one.place, methods)
-        began = _began(self.name, steps.old if one.new is None else steps.new, one.message)
+        player = steps.old if one.new is None else steps.new
+        began = player.began(number_of_awaited(self.name, rpc_of(one.message)))
         if began is not None and began != one.place:
             made = f"{made}, in {self._message(record, began, methods)}"
         was, now = (None if each is None else call_text(each, one.destination, methods) for each in (one.old, one.new))
@@ -331,14 +332,6 @@ class Shadow:
     ) -> None:
         where = self.name, kind, to, handler, record.sequence_id, message, record.time_ns
         self._emit(Found(*where, self._lag_s, text, count))
-
-
-def _began(name: str, player: Player, message: bytes) -> Place | None:
-    """Return the message that began the execution which makes an awaited call; None if nothing awaits an answer."""
-    number = number_of_awaited(name, rpc_of(message))
-    call = None if number is None else player.tasks.calls.get(number)
-    task = None if call is None else player.tasks.waiting(call.task.number)
-    return None if task is None else task.began_at
 
 
 class _Watchdog:
