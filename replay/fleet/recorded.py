@@ -14,6 +14,7 @@ from contextlib import closing
 from functools import lru_cache
 from itertools import islice
 from tempfile import TemporaryFile
+from weakref import finalize
 
 from msgspec import Struct
 
@@ -241,6 +242,7 @@ class Recorded:
         self.made_in = lru_cache(_DECODED_MAX)(self._made_in)
         self._due = array("q")  # after the checkpoint, and after each record
         self._file = TemporaryFile(prefix="immortal-what-if-")  # noqa: SIM115 (open as long as the run is used)
+        finalize(self, self._file.close)
         self._ends = array("q", [0])  # in the file, of each record's outputs
         proving = ProvingSink(source, route)
         with closing(Player(source, route, definition, proving, outsiders=outsiders)) as player:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -212,6 +214,15 @@ def test_a_timer_behind_the_end_of_the_logs_is_said() -> None:
     outcome = Fleet().what_if(changes={"shop": Slow})
     assert any("shop: a timer would go off at 2030-01-01T01:00:00" in note for note in outcome.notes)
     assert outcome.client_answers.missing == 3
+
+
+def test_no_file_is_left_open() -> None:
+    gc.collect()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Fleet().what_if(changes={"shop": Slow})
+        gc.collect()
+    assert not [one for one in said if one.category is ResourceWarning]
 
 
 def test_nothing_leaves_by_handlers_that_wait_at_the_end() -> None:
