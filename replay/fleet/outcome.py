@@ -225,8 +225,8 @@ def what_if_fleet(
     """Run the changed code over the logs, and the services that its changed calls reach.
 
     ``seeds``: the number of orders to run; the outcome is that of the first. ``details``: add what grows with the logs.
-    ``orders``: run these alone, without the first round; or none of them and only that, and where it finds a difference
-    the outcome says no more. Raises ReplayError if it can't be run.
+    ``orders``: run these, without the first round; an empty list: the first round alone, whose outcome says only
+    whether something can differ. Raises ReplayError if it can't be run.
     """
     for name in logs.changes:
         if name not in logs.sources:
