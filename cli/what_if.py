@@ -356,7 +356,7 @@ def _fleet(
     if live:
         not_live = {"--to": end, "--bisect": git_range, "--parquet": tables}
         of_fleet = {"--check": check, "--answer": answer, "--effects": effects != "fail", "--seeds": seeds > 1}
-        of_fleet |= {"--delays": delays != "recorded", "--without": without, "--details": details}
+        of_fleet |= {"--delays": delays != "recorded", "--without": bool(without), "--details": details}
         given = [option for option, value in {**not_live, **({} if consequences else of_fleet)}.items() if value]
         if given or effects == "ask":
             which = " without --consequences" if of_fleet.keys() & given else ""

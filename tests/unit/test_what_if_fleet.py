@@ -78,13 +78,13 @@ class Slow(Shop, formerly=("Shop",)):
         return await self.till.sell(item, count)
 
 
-class Cleaning(Shop, formerly=("Shop",)):
+class Cleaning(Slow, formerly=("Shop",)):
     sealed: ClassVar[list[bool]] = []
 
     @rpc
     async def order(self, item: str, count: int) -> int:
         try:
-            return await Slow.order(self, item, count)
+            return await super().order(item, count)
         finally:
             self.sealed.append(player._running)
 
