@@ -45,7 +45,7 @@ POLL_S = 0.05  # between two looks at the logs
 PROGRESS_S = 0.25
 RETRY_S = 0.5  # between two attempts to begin
 ROUND_RECORDS_MAX = 256  # of a service, before the next one has its turn
-STATES_SHARE = 20  # comparing states takes at most this part of the time
+STATES_SHARE = 20  # comparing states, or trying to begin, takes at most this part of the time
 TEXTS_MAX = 20  # of one kind and handler; then one for each record
 PATHS_MAX = 1_000  # parts of a state that are reported
 WAITING_MAX = 10_000  # handlers of the changed code that wait for answers that no log has
@@ -176,6 +176,8 @@ class Shadow:
             self._say(f"{error}; it is tried again")
             return False
         except ImmortalError as error:
+            if self._steps is None:  # the state at the checkpoint can be large
+                self._retry_s += STATES_SHARE * (time.monotonic() - now_s)
             self._end(str(error), self._mark.behind if self._steps is None else self._steps.sequence_id)
             return False
         if self._said and self._steps is not None:

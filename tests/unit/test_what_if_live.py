@@ -18,6 +18,7 @@ from immortal.log import LogReader
 from immortal.presenters.what_if_live import LINES_MAX, LiveReport
 from immortal.replay.fleet import shadow as shadow_module
 from immortal.replay.fleet.shadow import Event, Found, Mark, Note, Progress, Shadow
+from immortal.replay.plan import ReplayError
 from immortal.testing import Environment, Instance
 
 
@@ -248,6 +249,23 @@ def test_it_begins_again_behind_an_upgrade(scene: Scene) -> None:
     assert begun.startswith("from checkpoint ")
     scene.shop.call(NewShop.order, 1)
     assert texts(scene.follow(shadow)) == []
+
+
+def test_code_that_does_not_take_the_state_is_tried_now_and_then(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+
+    def refuse(*given: Any, **named: Any) -> None:
+        tried.append(given)
+        raise ReplayError("it does not take the state")
+
+    monkeypatch.setattr(shadow_module, "Screening", refuse)
+    monkeypatch.setattr(shadow_module, "STATES_SHARE", 1e9)
+    shadow = Shadow(
+        scene.registry, GrowingReader(scene.shop), definition_of(Twice), Mark(), None, scene.told.append, note
+    )
+    assert texts(scene.follow(shadow)) == ["it does not take the state; it begins again at the next checkpoint"]
+    assert texts(scene.follow(shadow)) == []
+    assert len(tried) == 1
 
 
 def test_impulses_to_others_are_no_calls_of_handlers(scene: Scene) -> None:
