@@ -46,6 +46,7 @@ class LiveReport:
             return ""
         if isinstance(event, Note):
             self.following[event.service] = event.follows
+            self.marks.setdefault(event.service, Mark())
             self._notes.append(f"{event.service}: {event.text}")
             return f"note: {self._notes[-1]}"
         key = event.service, event.to, event.handler, event.kind

@@ -361,6 +361,7 @@ def test_a_report_shows_the_first_lines_of_a_handler_and_counts_the_others() -> 
 def test_a_report_goes_on_with_the_counts_of_an_earlier_process() -> None:
     report = LiveReport({"shop": "shop_v2:Shop"})
     report.take(Note("shop", "from checkpoint 1 on", follows=True))
+    assert report.marks == {"shop": Mark()}
     report.take(Progress("shop", 7, 10, 8, 0.1))
     report.take(Progress("shop", 9, 12, 9, 0.1))
     report.restarts("shop", 10)
