@@ -356,9 +356,10 @@ def _fleet(
     if live:
         not_live = {"--to": end, "--bisect": git_range, "--parquet": tables}
         of_fleet = {"--check": check, "--answer": answer, "--effects": effects != "fail", "--seeds": seeds > 1}
+        of_fleet |= {"--delays": delays != "recorded", "--without": bool(without), "--details": details}
         given = [option for option, value in {**not_live, **({} if consequences else of_fleet)}.items() if value]
         if given or effects == "ask":
-            which = " or with --consequences alone" if of_fleet.keys() & given else ""
+            which = " without --consequences" if of_fleet.keys() & given else ""
             raise click.UsageError(f"{', '.join(given) or '--effects ask'}: not with --live{which}")
     if seeds > 1 and delays != "recorded":
         raise click.UsageError(f"--delays {delays} leaves one order, and --seeds tries many: give one of the two")

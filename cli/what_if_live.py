@@ -39,7 +39,7 @@ SAID_LINES_MAX = 1000  # of the last words of a process: a traceback
 
 
 class _Given(msgspec.Struct):
-    """What the process of the shadows is given. ``note``: descriptor of a file with what it does now."""
+    """Order to the process of the shadows. ``note``: descriptor of a file in which it says what it does now."""
 
     note: int
     marks: dict[str, Mark]
@@ -61,14 +61,19 @@ def run_shadows(
     signal.signal(signal.SIGTERM, lambda *of: over.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the process that started this one says when to end
     os.nice(NICENESS)
-    with open(os.dup(1), "wb", buffering=0) as out, open(os.devnull, "wb") as nowhere:
+    with open(os.dup(1), "wb") as out, open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # handlers would print their output
+
+        def emit(event: Event) -> None:
+            out.write(msgspec.json.encode(event) + b"\n")
+            out.flush()  # all of it, also when SIGTERM comes meanwhile
+
         seal_process(handler_limit_s)
         follow(
             home,
             changes,
             order.marks,
-            lambda event: out.write(msgspec.json.encode(event) + b"\n"),
+            emit,
             lambda text: os.pwrite(order.note, text.encode().ljust(NOTE_SIZE_BYTES), 0),
             over.is_set,
             code=code,

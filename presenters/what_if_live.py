@@ -46,8 +46,7 @@ class LiveReport:
             return ""
         if isinstance(event, Note):
             self.following[event.service] = event.follows
-            if event.follows:
-                self.marks[event.service] = Mark(self.marks.get(event.service, Mark()).reported)
+            self.marks.setdefault(event.service, Mark())
             self._notes.append(f"{event.service}: {event.text}")
             return f"note: {self._notes[-1]}"
         key = event.service, event.to, event.handler, event.kind

@@ -144,9 +144,7 @@ class CallComparison:
             return None
         if not is_new:
             return service.recorded.draws.began(service.recorded.draws.task_of(number))
-        call = service.player.tasks.calls.get(number)
-        task = None if call is None else service.player.tasks.waiting(call.task.number)
-        return None if task is None else task.began_at
+        return service.player.began(number)
 
     def _note_changed_call(self, service: Service, one: Difference) -> None:
         """Note a changed call's old number: answers have it."""

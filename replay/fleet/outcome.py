@@ -19,12 +19,12 @@ from immortal.coordinator.log.record_contents import message_at, record_of, rpc_
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.messages import RpcKind
 from immortal.replay.fleet.model import Broken, Difference, Logs, Rules, Service
-from immortal.replay.fleet.player import Place, first_checkpoint, not_of_code
+from immortal.replay.fleet.player import Place, first_checkpoint
 from immortal.replay.fleet.recorded import Recorded
-from immortal.replay.fleet.screening import screen
+from immortal.replay.fleet.screening import changed_fates, screen
 from immortal.replay.fleet.simulation import FIRST_OTHER_SEQUENCE_ID, Simulation, simulate
 from immortal.replay.plan import ReplayError
-from immortal.replay.result import format_failure, group_outcomes
+from immortal.replay.result import format_failure
 
 _NEW_CALL = re.compile(r"\b(as|to) call 1\d{12}\b")  # FIRST_OTHER_NUMBER and above
 DEPTH_MAX = 30  # of the tree of consequences
@@ -225,8 +225,8 @@ def what_if_fleet(
     """Run the changed code over the logs, and the services that its changed calls reach.
 
     ``seeds``: the number of orders to run; the outcome is that of the first. ``details``: add what grows with the logs.
-    ``orders``: run these alone, without the first round; or none of them and only that, and where it finds a difference
-    the outcome says no more. Raises ReplayError if it can't be run.
+    ``orders``: run these, without the first round; an empty list: the first round alone, whose outcome says only
+    whether something can differ. Raises ReplayError if it can't be run.
     """
     for name in logs.changes:
         if name not in logs.sources:
@@ -426,13 +426,8 @@ def _place(place: Place) -> tuple[int | None, int | None]:
 
 
 def _fates(service: Service) -> list[Fate]:
-    """Return calls that fail in one of the runs, or differently in both; an execution is one call wherever it fails."""
-    was, now = (
-        {("task", one.task) if one.task else one.key: one for one in verdicts if not not_of_code(one)}
-        for verdicts in (service.recorded.verdicts.values(), service.verdicts.values())
-    )
     fates = []
-    for group in group_outcomes((was.get(key), now.get(key)) for key in {**was, **now}):
+    for group in changed_fates(service.recorded.verdicts.values(), service.verdicts.values()):
         record, message = _place(group.first.key[:2])
         where = "a call that the log does not have" if record is None else f"record {record}, message {message}"
         example = f"{where}: {format_failure(group.first)}"

@@ -189,11 +189,11 @@ def seal_process(limit_s: float) -> None:
 def sealed() -> Iterator[None]:
     """Refuse connections and processes to code that runs in this context, in a process that is sealed."""
     global _running
-    _running = True
+    was_running, _running = _running, True
     try:
         yield
     finally:
-        _running = False
+        _running = was_running
 
 
 @contextmanager
@@ -318,8 +318,15 @@ class Player(LocalRun):
                 raise ReplayError(f"{self.definition.name}: the state at the end: {turn.stopped}")
         return self.blob
 
+    def began(self, number: int | None) -> Place | None:
+        """Return what began the execution that makes the call of that number; None: unknown."""
+        call = None if number is None else self.tasks.calls.get(number)
+        task = None if call is None else self.tasks.waiting(call.task.number)
+        return None if task is None else task.began_at
+
     def close(self) -> None:
-        self.app.close()
+        with sealed():  # handlers that wait are closed: their finally clauses run
+            self.app.close()
 
     def pass_on(self) -> None:
         global _running  # an audit hook sees the whole process

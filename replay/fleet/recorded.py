@@ -10,9 +10,11 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from functools import lru_cache
 from itertools import islice
 from tempfile import TemporaryFile
+from weakref import finalize
 
 from msgspec import Struct
 
@@ -240,35 +242,35 @@ class Recorded:
         self.made_in = lru_cache(_DECODED_MAX)(self._made_in)
         self._due = array("q")  # after the checkpoint, and after each record
         self._file = TemporaryFile(prefix="immortal-what-if-")  # noqa: SIM115 (open as long as the run is used)
+        finalize(self, self._file.close)
         self._ends = array("q", [0])  # in the file, of each record's outputs
         proving = ProvingSink(source, route)
-        player = Player(source, route, definition, proving, outsiders=outsiders)
-        self._note(player, route.checkpoint.time_ns)
-        for record in logged(source, route.checkpoint, to_ns):
-            self.log.add(record)
-            proving.record(record.sequence_id, record.value, record.trailer)
-            for place, message, number in _effect_results(record) if self.effects else ():
-                if (effect := self.effects.get(number)) is not None:
-                    effect.done, effect.done_ns, effect.message = place, record.time_ns, message
-            turn = player.give_logged(record)
-            if turn.stopped:
-                raise ReplayError(f"{name}: {definition.name}, the code of the log, stops at {turn.stopped}")
-            for made in turn.made:
-                last_position = made.first_position + made.count - 1
-                self.runs[made.destination].add(made.first_position, last_position, record.sequence_id)
-            self._ends.append(self._ends[-1] + self._file.write(turn.said))
-            self.draws.add(record.sequence_id, turn.draws)
-            self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
-            self._note(player, record.time_ns)
-        if problem := proving.difference(name, player.methods):
-            raise ReplayError(never_was(name, problem))
-        self._file.flush()
-        last = self.log.last_sequence_id
-        told = {one.key: one for one in source.summary().verdicts if one.sequence_id <= last}
-        self.verdicts |= {key: one for key, one in told.items() if key[0] > route.checkpoint.sequence_id}
-        self.state = player.finish(last)
-        self.methods = player.methods
-        player.close()
+        with closing(Player(source, route, definition, proving, outsiders=outsiders)) as player:
+            self._note(player, route.checkpoint.time_ns)
+            for record in logged(source, route.checkpoint, to_ns):
+                self.log.add(record)
+                proving.record(record.sequence_id, record.value, record.trailer)
+                for place, message, number in _effect_results(record) if self.effects else ():
+                    if (effect := self.effects.get(number)) is not None:
+                        effect.done, effect.done_ns, effect.message = place, record.time_ns, message
+                turn = player.give_logged(record)
+                if turn.stopped:
+                    raise ReplayError(f"{name}: {definition.name}, the code of the log, stops at {turn.stopped}")
+                for made in turn.made:
+                    last_position = made.first_position + made.count - 1
+                    self.runs[made.destination].add(made.first_position, last_position, record.sequence_id)
+                self._ends.append(self._ends[-1] + self._file.write(turn.said))
+                self.draws.add(record.sequence_id, turn.draws)
+                self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
+                self._note(player, record.time_ns)
+            if problem := proving.difference(name, player.methods):
+                raise ReplayError(never_was(name, problem))
+            self._file.flush()
+            last = self.log.last_sequence_id
+            told = {one.key: one for one in source.summary().verdicts if one.sequence_id <= last}
+            self.verdicts |= {key: one for key, one in told.items() if key[0] > route.checkpoint.sequence_id}
+            self.state = player.finish(last)
+            self.methods = player.methods
 
     def _note(self, player: Player, time_ns: int) -> None:
         due_ns = player.next_due_ns

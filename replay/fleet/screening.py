@@ -6,7 +6,7 @@ Nothing is kept of the log. Where both send the same bytes for a record, no mess
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from msgspec import Struct
 
@@ -24,14 +24,21 @@ from immortal.replay.result import OutcomeChanges, Sink, group_outcomes
 from immortal.replay.verify import ProvingSink
 
 
+def changed_fates(then: Iterable[Verdict], now: Iterable[Verdict]) -> list[OutcomeChanges]:
+    """Group the calls that fail in one of two runs, or differently; an execution is one call wherever it fails."""
+    was, is_now = (
+        {("task", one.task) if one.task else one.key: one for one in verdicts if not not_of_code(one)}
+        for verdicts in (then, now)
+    )
+    return group_outcomes((was.get(key), is_now.get(key)) for key in {**was, **is_now})
+
+
 class RecordDifference(Struct, frozen=True):
-    """What new code does otherwise in a record. ``calls``: by message; ``fates``: messages that fail otherwise.
+    """Difference that new code makes in a record. ``calls``: by message; ``fates``: messages that fail otherwise.
 
     ``other``: a timer or an effect that differs, or why the new code stops, in words; "" if nothing of that kind does.
     """
 
-    sequence_id: int
-    time_ns: int
     calls: list[Difference]
     fates: list[OutcomeChanges]
     other: str
@@ -61,7 +68,11 @@ class Screening:
         self.messages = self.sent = 0
         self._proving = ProvingSink(source, route)
         self.old = Player(source, route, old, self._proving, outsiders=outsiders)
-        self.new = Player(source, route, new, Sink(), is_new=True, outsiders=outsiders)
+        try:
+            self.new = Player(source, route, new, Sink(), is_new=True, outsiders=outsiders)
+        except BaseException:
+            self.old.close()
+            raise
         self._begins = begins
         self._due: object = None  # the due times that were reported as different
         self._verdicts: dict[int, list[Verdict]] = defaultdict(list)  # of the log, by record
@@ -92,7 +103,7 @@ class Screening:
         fates = self._fates(record.sequence_id, was, now)
         other = now.stopped or self._other()
         if calls or fates or other:
-            return RecordDifference(record.sequence_id, record.time_ns, calls, fates, other)
+            return RecordDifference(calls, fates, other)
         return None
 
     def _compare(self, record: LoggedRecord, was: Turn, now: Turn) -> list[Difference]:
@@ -112,11 +123,7 @@ class Screening:
         known = self._verdicts.pop(sequence_id, ())
         if not (known or was.verdicts or now.verdicts):
             return []
-        then, is_now = (
-            {("task", one.task) if one.task else one.key: one for one in verdicts if not not_of_code(one)}
-            for verdicts in ((*was.verdicts, *known), now.verdicts)
-        )
-        return group_outcomes((then.get(key), is_now.get(key)) for key in {**then, **is_now})
+        return changed_fates((*was.verdicts, *known), now.verdicts)
 
     def _other(self) -> str:
         """Describe a timer or an effect that differs after a record; "" if none does."""

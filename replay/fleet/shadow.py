@@ -35,7 +35,7 @@ from immortal.replay.fleet.calls import number_of_awaited
 from immortal.replay.fleet.model import Difference
 from immortal.replay.fleet.opening import load_definition
 from immortal.replay.fleet.outcome import SHOWN_MAX, call_text, difference_text, kind_of_call, value_text
-from immortal.replay.fleet.player import LoggedRecord, Place, Player, first_checkpoint
+from immortal.replay.fleet.player import LoggedRecord, Place, first_checkpoint
 from immortal.replay.fleet.screening import RecordDifference, Screening
 from immortal.replay.plan import ReplayError, place_of, usable_checkpoints
 from immortal.replay.result import format_failure
@@ -45,7 +45,7 @@ POLL_S = 0.05  # between two looks at the logs
 PROGRESS_S = 0.25
 RETRY_S = 0.5  # between two attempts to begin
 ROUND_RECORDS_MAX = 256  # of a service, before the next one has its turn
-STATES_SHARE = 20  # comparing states takes at most this part of the time
+STATES_SHARE = 20  # comparing states, or trying to begin, takes at most this part of the time
 TEXTS_MAX = 20  # of one kind and handler; then one for each record
 PATHS_MAX = 1_000  # parts of a state that are reported
 WAITING_MAX = 10_000  # handlers of the changed code that wait for answers that no log has
@@ -176,6 +176,8 @@ class Shadow:
             self._say(f"{error}; it is tried again")
             return False
         except ImmortalError as error:
+            if self._steps is None:  # the state at the checkpoint can be large
+                self._retry_s += STATES_SHARE * (time.monotonic() - now_s)
             self._end(str(error), self._mark.behind if self._steps is None else self._steps.sequence_id)
             return False
         if self._said and self._steps is not None:
@@ -277,7 +279,7 @@ class Shadow:
         for group in found.fates:
             fate, verdict = group.fate.would_be, group.first
             text = f"{group.method or 'a message'} {fate}: {format_failure(verdict)}"
-            self._tell(record, fate, self.name, group.method, verdict.message_index, text)
+            self._tell(record, fate, self.name, group.method, verdict.message_index, text, group.count)
         if steps.new.ended is not None:
             text = f"would stop its app at {found.other.splitlines()[0]}"
             self._tell(record, "stops", self.name, "", None, text)
@@ -289,7 +291,8 @@ class Shadow:
     def _text(self, steps: Screening, record: LoggedRecord, one: Difference, to: str, methods: Methods) -> str:
         """Describe a call that differs: the message that makes it, and what began that; the call then and now."""
         made = self._message(record, one.place, methods)
-        began = _began(self.name, steps.old if one.new is None else steps.new, one.message)
+        player = steps.old if one.new is None else steps.new
+        began = player.began(number_of_awaited(self.name, rpc_of(one.message)))
         if began is not None and began != one.place:
             made = f"{made}, in {self._message(record, began, methods)}"
         was, now = (None if each is None else call_text(each, one.destination, methods) for each in (one.old, one.new))
@@ -331,14 +334,6 @@ class Shadow:
     ) -> None:
         where = self.name, kind, to, handler, record.sequence_id, message, record.time_ns
         self._emit(Found(*where, self._lag_s, text, count))
-
-
-def _began(name: str, player: Player, message: bytes) -> Place | None:
-    """Return the message that began the execution which makes an awaited call; None if nothing awaits an answer."""
-    number = number_of_awaited(name, rpc_of(message))
-    call = None if number is None else player.tasks.calls.get(number)
-    task = None if call is None else player.tasks.waiting(call.task.number)
-    return None if task is None else task.began_at
 
 
 class _Watchdog:

@@ -471,9 +471,8 @@ class Simulation:
         if slot is None or slot[0] <= receiver.reached:
             if slot is None and number is None:
                 return  # it was in flight at the end of the log, and still is
-            sent.time_ns = max(stream.last_ns, time_ns + stream.delay_ns(service, receiver, self._seed, time_ns))
-            stream.last_ns = sent.time_ns
-            self._at(sent.time_ns, lambda now_ns: self._is_due(service.name, receiver, sent, now_ns))
+            stream.last_ns = max(stream.last_ns, time_ns + stream.delay_ns(service, receiver, self._seed, time_ns))
+            self._at(stream.last_ns, lambda now_ns: self._is_due(service.name, receiver, sent, now_ns))
 
     def _is_due(self, sender: str, receiver: Service, sent: Sent, now_ns: int) -> None:
         sent.is_due = True

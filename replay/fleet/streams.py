@@ -17,12 +17,11 @@ from immortal.replay.fleet.player import LoggedRecord, Place
 
 
 class Sent(Struct, eq=False):
-    """Message on its way. ``slot``: its place in the receiver's log; ``time_ns``: its arrival if it has no place."""
+    """Message on its way. ``slot``: its place in the receiver's log."""
 
     message: bytes
     slot: Place | None
     difference: int | None
-    time_ns: int | None = None
     is_due: bool = False
 
 

@@ -163,7 +163,8 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
         (("--live", "--for", "soon"), "a duration was expected"),
         (("--live", "--to", "2026-01-01"), "--to: not with --live"),
         (("--live", "--consequences", "--effects", "ask"), "--effects ask: not with --live"),
-        (("--live", "--seeds", "2"), "--seeds: not with --live or with --consequences alone"),
+        (("--live", "--seeds", "2"), "--seeds: not with --live without --consequences"),
+        (("--live", "--without", "till"), "--without: not with --live without --consequences"),
     ],
 )
 def test_options_that_do_not_fit(options: tuple[str, ...], said: str) -> None:

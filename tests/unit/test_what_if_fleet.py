@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +16,7 @@ from immortal import Immortal, peer, rpc, upgrades
 from immortal.appsdk.testing.instance import MemorySource
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.errors import UsageError
-from immortal.replay.fleet import simulation
+from immortal.replay.fleet import player, simulation
 from immortal.replay.fleet.model import Call
 from immortal.replay.fleet.outcome import FleetOutcome
 from immortal.replay.fleet.report import outcome_lines
@@ -74,6 +76,17 @@ class Slow(Shop, formerly=("Shop",)):
     async def order(self, item: str, count: int) -> int:
         await immortal.sleep(timedelta(hours=1))
         return await self.till.sell(item, count)
+
+
+class Cleaning(Slow, formerly=("Shop",)):
+    sealed: ClassVar[list[bool]] = []
+
+    @rpc
+    async def order(self, item: str, count: int) -> int:
+        try:
+            return await super().order(item, count)
+        finally:
+            self.sealed.append(player._running)
 
 
 class Loud(Till, formerly=("Till",)):
@@ -201,6 +214,20 @@ def test_a_timer_behind_the_end_of_the_logs_is_said() -> None:
     outcome = Fleet().what_if(changes={"shop": Slow})
     assert any("shop: a timer would go off at 2030-01-01T01:00:00" in note for note in outcome.notes)
     assert outcome.client_answers.missing == 3
+
+
+def test_no_file_is_left_open() -> None:
+    gc.collect()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Fleet().what_if(changes={"shop": Slow})
+        gc.collect()
+    assert not [one for one in said if one.category is ResourceWarning]
+
+
+def test_nothing_leaves_by_handlers_that_wait_at_the_end() -> None:
+    Fleet().what_if(changes={"shop": Cleaning})
+    assert Cleaning.sealed == [True] * 4  # of the first one in the first round too
 
 
 def test_a_failure_travels_to_whoever_waits() -> None:

@@ -18,6 +18,7 @@ from immortal.log import LogReader
 from immortal.presenters.what_if_live import LINES_MAX, LiveReport
 from immortal.replay.fleet import shadow as shadow_module
 from immortal.replay.fleet.shadow import Event, Found, Mark, Note, Progress, Shadow
+from immortal.replay.plan import ReplayError
 from immortal.testing import Environment, Instance
 
 
@@ -72,6 +73,12 @@ class Quiet(Shop, formerly=("Shop",)):
 
 class Stopping(Shop, formerly=("Shop",)):
     @rpc(on_error="stop")
+    def order(self, count: int) -> None:
+        raise KeyError(count)
+
+
+class Failing(Shop, formerly=("Shop",)):
+    @rpc
     def order(self, count: int) -> None:
         raise KeyError(count)
 
@@ -185,6 +192,15 @@ def test_many_differences_of_a_record_are_counted(scene: Scene, monkeypatch: pyt
     assert [(one.record, one.count) for one in told] == [(1, 1), (1, 1), (1, 2), (2, 4)]
 
 
+def test_failures_of_a_record_are_counted(scene: Scene) -> None:
+    shadow = scene.shadow(Failing)
+    for count in range(3):
+        scene.shop.begin(Shop.order, count)
+    scene.env.run()
+    told = [one for one in scene.follow(shadow) if isinstance(one, Found) and one.kind == "would fail"]
+    assert [(one.record, one.handler, one.count) for one in told] == [(1, "Failing.order", 3)]
+
+
 def test_a_part_of_the_state_is_told_once(scene: Scene) -> None:
     shadow = scene.shadow(Quiet)
     scene.shop.call(Shop.order, 1)
@@ -233,6 +249,23 @@ def test_it_begins_again_behind_an_upgrade(scene: Scene) -> None:
     assert begun.startswith("from checkpoint ")
     scene.shop.call(NewShop.order, 1)
     assert texts(scene.follow(shadow)) == []
+
+
+def test_code_that_does_not_take_the_state_is_tried_now_and_then(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+
+    def refuse(*given: Any, **named: Any) -> None:
+        tried.append(given)
+        raise ReplayError("it does not take the state")
+
+    monkeypatch.setattr(shadow_module, "Screening", refuse)
+    monkeypatch.setattr(shadow_module, "STATES_SHARE", 1e9)
+    shadow = Shadow(
+        scene.registry, GrowingReader(scene.shop), definition_of(Twice), Mark(), None, scene.told.append, note
+    )
+    assert texts(scene.follow(shadow)) == ["it does not take the state; it begins again at the next checkpoint"]
+    assert texts(scene.follow(shadow)) == []
+    assert len(tried) == 1
 
 
 def test_impulses_to_others_are_no_calls_of_handlers(scene: Scene) -> None:
@@ -328,6 +361,7 @@ def test_a_report_shows_the_first_lines_of_a_handler_and_counts_the_others() -> 
 def test_a_report_goes_on_with_the_counts_of_an_earlier_process() -> None:
     report = LiveReport({"shop": "shop_v2:Shop"})
     report.take(Note("shop", "from checkpoint 1 on", follows=True))
+    assert report.marks == {"shop": Mark()}
     report.take(Progress("shop", 7, 10, 8, 0.1))
     report.take(Progress("shop", 9, 12, 9, 0.1))
     report.restarts("shop", 10)
@@ -336,7 +370,7 @@ def test_a_report_goes_on_with_the_counts_of_an_earlier_process() -> None:
     assert report.following == {"shop": False}
     assert "not followed at the end: shop" in report.lines()
     report.take(Note("shop", "from checkpoint 2 on", follows=True))
-    assert report.marks == {"shop": Mark(9, -1)}
+    assert report.marks == {"shop": Mark(9, 10)}  # with --from it would come to that record again
     report.take(Progress("shop", 12, 3, 3, 0.2))
     assert report.totals == [Progress("shop", 12, 15, 12, 0.2)]
     assert report.line == "15 messages, 12 calls the same, 0 different, 0.2 s behind"
