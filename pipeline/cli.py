@@ -83,6 +83,7 @@ def spark_options(job: Function) -> Any:
         **more: Any,
     ) -> Any:
         if env is not None:
+            require_packages()
             from immortal.pipeline.packing import settings_for
 
             settings = {**settings_for(env), **settings}
