@@ -115,7 +115,7 @@ def calls(context: Context, size_bytes: int = SIZE_BYTES) -> list[Figure]:
             figures += [latency(what, "p50", results), latency(what, "p99", results), rate(what, ours)]
             figures.append(cpu_per_call(what, results[IMMORTAL]))
     context.progress("a turn without sockets, disk and wake-ups")
-    with start_module(APPS, "turns", cwd=context.folder) as process:
+    with context.home() as home, start_module(APPS, "turns", cwd=home) as process:
         turns = msgspec.json.decode(hear(process, "the process of turns", timeout_s=TURNS_S_MAX), type=Measured)
     samples = {IMMORTAL: [1e6 / turns.calls_per_s]}
     figures.append(Figure("one awaited call without sockets, disk and wake-ups: CPU", "µs per call", "lower", samples))

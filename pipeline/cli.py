@@ -83,6 +83,7 @@ def spark_options(job: Function) -> Any:
         **more: Any,
     ) -> Any:
         if env is not None:
+            require_packages()
             from immortal.pipeline.packing import settings_for
 
             settings = {**settings_for(env), **settings}
@@ -392,7 +393,10 @@ home_argument = click.argument(
     "--timeout", "timeout_s", type=click.FloatRange(min=1), default=3_600.0, show_default=True, help="For one, in s."
 )
 @click.option(
-    "--propagate", is_flag=True, help="Let changed calls travel, with other options: what-if --propagate --help."
+    "--propagate",
+    is_flag=True,
+    expose_value=False,  # _WhatIf has seen to it
+    help="Let changed calls travel, with other options: what-if --propagate --help.",
 )
 @spark_options
 def what_if(
@@ -403,7 +407,6 @@ def what_if(
     upgrade: bool,
     trust_pickle: bool,
     timeout_s: float,
-    propagate: bool,
     run: Run,
 ) -> None:
     """Compare what other code would have done with the logs of all instances registered in HOME.

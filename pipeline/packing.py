@@ -47,14 +47,15 @@ def pack(out: Path, code: Path | None = None) -> int:
     descriptor, temporary = open_beside(out)
     try:
         with open(descriptor, "wb") as file:
-            _write(file, packages, code)
+            _write(file, packages, code, out.name)
         os.replace(temporary, out)
     finally:
         temporary.unlink(missing_ok=True)
     return len(packages)
 
 
-def _write(file: IO[bytes], packages: Sequence[metadata.Distribution], code: Path | None) -> None:
+def _write(file: IO[bytes], packages: Sequence[metadata.Distribution], code: Path | None, name: str) -> None:
+    """Write the archive; ``name``: of its file, which may be among the code since the run before."""
     package = Path(immortal.__file__).parent
     with (
         tarfile.open(fileobj=file, mode="w:gz", compresslevel=_COMPRESSION, dereference=True) as tar,
@@ -64,18 +65,22 @@ def _write(file: IO[bytes], packages: Sequence[metadata.Distribution], code: Pat
             for each in found.files or ():
                 if ".." not in each.parts and each.parts[0] != package.name and "__pycache__" not in each.parts:
                     tar.add(str(each.locate()), str(each))
-        _add(tar, package, package.name)  # wherever it is: an editable installation lists no modules
+        _add(tar, package, package.name, name)  # wherever it is: an editable installation lists no modules
         if code is not None and code.is_file():
-            zipfile.ZipFile(code).extractall(folder)  # noqa: S202 (the user's own wheel)
+            with zipfile.ZipFile(code) as wheel:
+                wheel.extractall(folder)  # noqa: S202 (the user's own wheel)
         for entry in sorted((code if code is not None and code.is_dir() else Path(folder)).iterdir()):
-            _add(tar, entry, entry.name)
+            _add(tar, entry, entry.name, name)
 
 
-def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
-    """Add a file, or a folder with all below it, without what is hidden or compiled by Python."""
-    tar.add(
-        path, name, filter=lambda member: None if Path(member.name).name.startswith((".", "__pycache__")) else member
-    )
+def _add(tar: tarfile.TarFile, path: Path, name: str, but: str) -> None:
+    """Add a file, or a folder with all below it, without what is hidden, compiled by Python or named ``but``."""
+
+    def wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        file = Path(member.name).name
+        return None if file.startswith((".", "__pycache__")) or file == but else member
+
+    tar.add(path, name, filter=wanted)
 
 
 def _distributions() -> list[metadata.Distribution]:

@@ -54,8 +54,8 @@ def arrow_type(info: inspect.Type, above: tuple[inspect.Type, ...] = ()) -> pa.D
         case inspect.Metadata():
             return inner(info.type)
         case inspect.UnionType():
-            found = {inner(arm) for arm in info.types if not isinstance(arm, inspect.NoneType)}
-            return found.pop() if len(found) == 1 else pa.float64() if found == {pa.int64(), pa.float64()} else JSON
+            found = [inner(arm) for arm in info.types if not isinstance(arm, inspect.NoneType)]
+            return found[0] if len(found) == 1 else pa.float64() if {*found} == {pa.int64(), pa.float64()} else JSON
         case inspect.EnumType() | inspect.LiteralType():
             values = info.values if isinstance(info, inspect.LiteralType) else [one.value for one in info.cls]
             kinds = {type(value) for value in values} - {type(None)}
@@ -63,10 +63,13 @@ def arrow_type(info: inspect.Type, above: tuple[inspect.Type, ...] = ()) -> pa.D
         case inspect.CollectionType():
             return pa.list_(inner(info.item_type))
         case inspect.DictType():
-            return pa.map_(inner(info.key_type), inner(info.value_type))
+            key = JSON if isinstance(info.key_type, inspect.UnionType) else inner(info.key_type)  # no key is null
+            return JSON if key == JSON else pa.map_(key, inner(info.value_type))
         case inspect.TupleType():
             fields = [(f"_{number}", inner(item)) for number, item in enumerate(info.item_types, 1)]
             return pa.struct(fields) if fields else JSON
+        case inspect.StructType(array_like=True, tag=str() | int()):  # its array begins with the tag
+            return JSON
         case inspect.StructType() | inspect.DataclassType() | inspect.TypedDictType() | inspect.NamedTupleType():
             fields = [(field.encode_name, inner(field.type)) for field in info.fields]
             return pa.struct(fields) if fields else JSON

@@ -116,9 +116,16 @@ def sample_fleet(
         codes = {name: load_definition(opened.apps[name]) for name in fleet}
         inputs = Inputs(fleet, codes, redaction, begin_ns)
         sizes = {name: _sizes(recorded.log.records()) for name, recorded in fleet.items()}
+    arguments = sorted({name for one in inputs.given for name in one.input.arguments})
+    if strange := [key for key in keys if key not in arguments]:
+        raise ReplayError(
+            f"--key {strange[0]}: no input has such an argument; there are {', '.join(arguments) or 'none'}"
+        )
     kept = [one for one in inputs.given if _is_kept(one.input, keep) and _is_in_share(one, share, keys)]
     if not kept:
-        raise ReplayError(f"none of {len(inputs.given):,} inputs is kept: say otherwise which, or of a larger share")
+        raise ReplayError(
+            f"none of {len(inputs.given):,} inputs is kept: give a larger --share, or another --keep or --key"
+        )
     for one in kept:
         one.arguments = redaction.encoded(one.input, one.arguments)
     world = _SampleWorld(fleet, inputs)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from immortal.pipeline.typed_calls import JSON, fitter, wider
+from immortal.pipeline.typed_calls import JSON, arrow_type, fitter, wider
 
 SCALARS: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.bool_(): st.booleans(),
@@ -74,6 +76,38 @@ def test_a_value_stays_what_it_is_in_its_own_type(kind: pa.DataType, data: st.Da
     (found,) = pa.array([fitter(kind, kind)(value)], kind).to_pylist()
     if not pa.types.is_timestamp(kind) and "timestamp" not in str(kind):  # Arrow's are aware
         assert plain(found, kind) == value
+
+
+class Tea(msgspec.Struct, tag=True):
+    n: int
+
+
+class Ink(msgspec.Struct, tag=True):
+    n: int
+
+
+class Row(msgspec.Struct, tag=True, array_like=True):
+    n: int
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "expected"),
+    [
+        (Tea | Ink, Ink(3), '{"type":"Ink","n":3}'),
+        (Row, Row(3), '["Row",3]'),
+        (dict[str | None, int], {None: 3, "a": 4}, None),  # JSON has no such key
+        (dict[Any, int], {"a": 4}, '{"a":4}'),
+        (dict[Row, int], {}, "{}"),
+    ],
+)
+def test_what_has_no_type_is_json(annotation: Any, value: Any, expected: str | None) -> None:
+    assert arrow_type(msgspec.inspect.type_info(annotation)) == JSON
+    plain = msgspec.to_builtins([value])[0]
+    if expected is None:
+        with pytest.raises(TypeError):
+            fitter(JSON, JSON)(plain)
+    else:
+        assert fitter(JSON, JSON)(plain) == expected
 
 
 def test_wider_types_in_order() -> None:

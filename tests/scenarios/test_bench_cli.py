@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
 
 from immortal.bench.calls import EMBEDDED, SIDECARS
+from immortal.bench.processes import start_module
 from immortal.bench.workload import Case
 from immortal.cli import main
 
@@ -31,8 +33,12 @@ def figures_of(*arguments: str) -> dict[str, Any]:
     return figures
 
 
-def test_calls_in_json(tmp_path: Path) -> None:
+def test_calls_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Mock(side_effect=start_module)
+    monkeypatch.setattr("immortal.bench.calls.start_module", started)
     figures = figures_of(*BRIEFLY[1:], "--folder", str(tmp_path))
+    (one,) = started.call_args_list
+    assert one.kwargs["cwd"].parent == tmp_path, "it would import what others have put into that folder, such as /tmp"
     for count in (1, 20):
         what = f"{count} waiting, 100 B"
         p50, p99 = figures[f"{what}, p50"], figures[f"{what}, p99"]

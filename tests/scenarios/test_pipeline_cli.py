@@ -601,12 +601,17 @@ def test_a_log_that_is_trimmed_while_it_is_read(pair: Plan, tmp_path: Path, spar
     assert report.violations == []
 
 
-def test_without_its_packages_one_line_says_so(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_packages_one_line_says_so(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pyspark" else there(name))
-    said = failed("audit", logs)
-    assert said.startswith("error: the pipeline needs pyspark: ")
-    assert said.endswith("pip install 'immortal-services[spark]'")
+    lacking = "pyspark", "packaging"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in lacking else there(name))
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    monkeypatch.delitem(sys.modules, "immortal.pipeline.packing", raising=False)
+    (archive := tmp_path / "env.tar.gz").touch()
+    for options in ([], ["--env", archive]):
+        said = failed("audit", logs, *options)
+        assert said.startswith("error: the pipeline needs pyspark, packaging: ")
+        assert said.endswith("pip install 'immortal-services[spark]'")
 
 
 def test_without_java_one_line_says_so(logs: Path) -> None:

@@ -20,7 +20,7 @@ def names_of(archive: Path) -> set[str]:
 
 def test_it_holds_our_package_and_the_users_code(tmp_path: Path) -> None:
     code, wheel = tmp_path / "code", tmp_path / "till-1-py3-none-any.whl"
-    for name in ("till/core.py", "till/__pycache__/core.pyc", ".git/config"):
+    for name in ("till/core.py", "till/__pycache__/core.pyc", ".git/config", "till/env.tar.gz"):
         (code / name).parent.mkdir(parents=True, exist_ok=True)
         (code / name).write_text("")
     with zipfile.ZipFile(wheel, "w") as file:

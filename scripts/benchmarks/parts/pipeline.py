@@ -50,7 +50,7 @@ def pipeline(context: Context) -> list[Figure]:
             return [
                 *_scans(context, spark, home),
                 _tail(spark, home / "tail", 5 * context.amounts.seconds),
-                _live_writer(context, spark, home),
+                _live_writer(context, spark),
                 _growth(spark, home / "growth"),
                 _jobs(context, spark, home / "fleet"),
             ]
@@ -227,7 +227,7 @@ def write_alone(folder: Path, **load: Any) -> tuple[int, int]:
         return live.wait()
 
 
-def _live_writer(context: Context, spark: SparkSession, home: Path) -> Figure:
+def _live_writer(context: Context, spark: SparkSession) -> Figure:
     seconds = context.amounts.seconds
 
     def commits_per_s(write: Callable[[Path], int]) -> float:
