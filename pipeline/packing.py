@@ -63,8 +63,10 @@ def _write(file: IO[bytes], packages: Sequence[metadata.Distribution], code: Pat
     ):
         for found in packages:
             for each in found.files or ():
-                if ".." not in each.parts and each.parts[0] != package.name and "__pycache__" not in each.parts:
-                    tar.add(str(each.locate()), str(each))
+                path = Path(str(each.locate()))
+                # Another package may have replaced a file, or taken it along.
+                if not {"..", "__pycache__"} & set(each.parts) and each.parts[0] != package.name and path.is_file():
+                    tar.add(path, str(each))
         _add(tar, package, package.name, name)  # wherever it is: an editable installation lists no modules
         if code is not None and code.is_file():
             with zipfile.ZipFile(code) as wheel:

@@ -215,7 +215,7 @@ def test_code_that_was_changed_shows_no_moment_that_never_was(home: Path, sessio
         registry.remember_app("desk", own)
 
 
-def test_code_that_does_harm_ends_its_process_alone(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_does_harm_ends_its_process_alone(sessions: Sessions) -> None:
     def harm(expression: str) -> str:
         with pytest.raises(ReplayError) as raised:
             sessions.ask("desk", "evaluate", record=2, index=0, expression=expression)
@@ -226,9 +226,8 @@ def test_code_that_does_harm_ends_its_process_alone(sessions: Sessions, monkeypa
         sessions.ask("desk", "evaluate", record=2, index=0, expression="len(bytearray(1 << 33))")["raised"]
     )
     sessions.ask("desk", "evaluate", record=2, index=0, expression="print('{\"answer\": 1}')")
-    monkeypatch.setattr(travel_sessions, "ANSWER_S", 1.0)
+    next(iter(sessions._sessions.values()))._answer_s = 1.0
     assert "did not answer for 1 s" in harm("__import__('time').sleep(60)")
-    monkeypatch.setattr(travel_sessions, "ANSWER_S", 30.0)
     assert sessions.ask("desk", "moment", record=2, index=0)["record"] == 2
 
 

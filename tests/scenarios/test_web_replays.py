@@ -226,12 +226,13 @@ def test_why_a_value_is_what_it_is(shown: Browser) -> None:
     steps.first.wait_for()
     looks_right(shown, "why")
     assert (page.locator(".note ins").inner_text(), page.locator(".note del").inner_text()) == ("9", "4")
-    newest, oldest = steps.all_inner_texts()
+    newest, oldest, *reads = steps.all_inner_texts()
     assert "till 4:0 Till.sell('tea', 5)" in newest
     assert "in Till.sell\nself.sold[item] = self.sold.get(item, 0) + count" in newest
     assert oldest.startswith("sent by shop 4:0 Shop.order('tea', 5)")
     assert "self.till.sell.fork(item, count)" in oldest
     assert oldest.endswith("from outside: an impulse of shop")
+    assert reads[0].startswith("reading sold['tea'], set by till 2:0 Till.sell('tea', 3)")
     page.get_by_role("link", name="Smallest set of inputs").click()
     page.locator("#test", has_text="assert service.state.sold['tea'] == 9").wait_for()
     looks_right(shown, "why-minimal")
