@@ -209,7 +209,8 @@ def _print_table(found: list[Values]) -> None:
     for values in found:
         why = printable(letter_why(values))
         clipped = why if len(why) <= WHY_SIZE_MAX else f"{why[: WHY_SIZE_MAX - 3]}..."
-        rows.append((values["id"], values["time"][:19] + "Z", letter_method(values), values["from"] or "-", clipped))
+        cells = (values["id"], values["time"][:19] + "Z", letter_method(values), values["from"] or "-", clipped)
+        rows.append(list(map(printable, cells)))
     print_table(("ID", "when", "method", "from", "why"), rows)
 
 

@@ -30,6 +30,7 @@ from immortal.protocol.command_line import (
     print_table,
     size_text,
 )
+from immortal.protocol.safe_output import printable
 
 
 @click.group(cls=Commands)
@@ -241,7 +242,7 @@ def _print_table(found: dict[str, Peer]) -> None:
         for peer, one in found.items()
     )
     heads = ("peer", "endpoint", "by", "connected", "stream", *numbers)
-    print_table(heads, rows, right=numbers)
+    print_table(heads, (tuple(map(printable, row)) for row in rows), right=numbers)  # a cell could have several lines
 
 
 def _state(one: Peer) -> str:

@@ -62,11 +62,16 @@ def _write(file: IO[bytes], packages: Sequence[metadata.Distribution], code: Pat
         tempfile.TemporaryDirectory() as folder,
     ):
         for found in packages:
-            for each in found.files or ():
+            files = found.files if found.read_text("RECORD") is not None else None
+            for each in files or ():
                 path = Path(str(each.locate()))
                 # Another package may have replaced a file, or taken it along.
                 if not {"..", "__pycache__"} & set(each.parts) and each.parts[0] != package.name and path.is_file():
                     tar.add(path, str(each))
+            for top in () if files is not None else (found.read_text("top_level.txt") or "").split():
+                for path in Path(str(found.locate_file(""))).glob(f"{top}*"):  # an old installation lists other paths
+                    if path.name.partition(".")[0] == top:
+                        _add(tar, path, path.name, name)
         _add(tar, package, package.name, name)  # wherever it is: an editable installation lists no modules
         if code is not None and code.is_file():
             with zipfile.ZipFile(code) as wheel:

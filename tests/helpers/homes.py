@@ -15,11 +15,14 @@ from immortal.replay.fleet.recorded import Recorded
 from immortal.testing import Environment
 
 
-def write_home(env: Environment, folder: Path, apps: Mapping[str, str]) -> Path:
-    """Write the logs of ``apps`` ("module:Class" by instance) as a registry folder."""
+def write_home(env: Environment, folder: Path, apps: Mapping[str, str], *, keep_code: bool = True) -> Path:
+    """Write the logs of ``apps`` ("module:Class" by instance) as a registry folder.
+
+    ``keep_code`` False: for classes that are made as the test runs, which their module's source does not have.
+    """
     registry = Registry(folder)
     for name, app in apps.items():
-        settings = registry.register(name, "tcp://127.0.0.1:*", app=app)
+        settings = registry.register(name, "tcp://127.0.0.1:*", app=app, keep_code=keep_code)
         backend = env._world.nodes[name].store.backend
         with backend.view() as view:
             place_of(settings.log).copy(view, backend.identity, None)

@@ -24,7 +24,9 @@ def test_all_inputs_give_the_states_of_the_fleet_and_some_give_logs_that_replay(
         setattr(sys.modules[__name__], f"Node_{name}", cls)
     run = Run(classes, {}, calls, kills)
     with tempfile.TemporaryDirectory() as folder:
-        home = write_home(run.env, Path(folder, "home"), {name: f"{__name__}:Node_{name}" for name in names})
+        home = write_home(
+            run.env, Path(folder, "home"), {name: f"{__name__}:Node_{name}" for name in names}, keep_code=False
+        )
         whole = sample_fleet(home, Path(folder, "whole"))
         assert [one.inputs for one in whole.services] == [one.inputs_then for one in whole.services]
         assert [one.messages for one in whole.services] == [one.messages_then for one in whole.services]

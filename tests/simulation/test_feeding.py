@@ -15,7 +15,7 @@ import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
 from immortal.appsdk.dispatch.lifecycle import HookGate
 from immortal.appsdk.handlers.proxy import Impulses as ImpulsesOf
-from immortal.appsdk.testing.instance import HookQueue
+from immortal.appsdk.testing.instance import HookQueue, as_thread
 from immortal.appsdk.testing.world import NoAnswerError
 from immortal.appsdk.waiting.tasks import describe_all
 from immortal.coordinator.core import events as ev
@@ -103,7 +103,7 @@ class Feeder:
         if number is not None:
             dispatcher = app.dispatcher
             queue = HookQueue(dispatcher.context, dispatcher.outbox.impulses, lambda: None, lambda: True)
-            with queue.thread():
+            with as_thread(dispatcher.context):
                 ImpulsesOf(app.instance, dispatcher.definition, queue).arrive(f"guest {number + 1}")
 
 
