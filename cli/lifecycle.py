@@ -20,6 +20,7 @@ from immortal.cli.options import ask_coordinator, name_argument, pass_registry, 
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.backend import Place
 from immortal.coordinator.log.open import is_locked, log_exists, place_of
 from immortal.coordinator.operator import control
 from immortal.coordinator.service.supervisor import RESTART_SIGNAL
@@ -52,12 +53,14 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
         _refuse_strangers(settings)
         echo(f"{name} does not run")
         return
+    place = place_of(settings.log)
+    is_followed = place.is_shared and place.is_followed()  # a follower that takes over does not follow any more
     with _Process(found) if is_near(found) else _Elsewhere(settings, found) as process:
         process.send(signal.SIGTERM)
         waiting = _Waiting(settings, "stopped", timeout_s)
         while not process.has_ended(STOP_POLL_S):
             waiting.go_on()
-    if (successor := _heir(settings)) is not None:
+    if is_followed and (successor := _heir(place)) is not None:
         echo(f"{name} is stopped here, and goes on at {successor}")
     else:
         echo(f"{name} is stopped{checkpoint_at_stop(settings)}")
@@ -213,13 +216,10 @@ def _refuse_strangers(settings: InstanceSettings) -> None:
         raise FailedError(f"the log of {settings.name!r} is in use by a process that can't be asked yet: try it again")
 
 
-def _heir(settings: InstanceSettings) -> str | None:
+def _heir(place: Place) -> str | None:
     """Return the host that has the instance now, if any, after a moment for a follower to take over."""
-    place = place_of(settings.log)
-    if not place.is_shared:
-        return None
     deadline_s = time.monotonic() + HEIR_S
-    while (successor := place.holder()) is None and place.is_followed() and time.monotonic() < deadline_s:
+    while (successor := place.holder()) is None and time.monotonic() < deadline_s:
         time.sleep(STOP_POLL_S)
     return successor
 

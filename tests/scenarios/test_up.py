@@ -132,7 +132,8 @@ def test_a_killed_run_comes_back(folder: Path) -> None:
     before = services(folder)["till"]["pid"]
     os.kill(before, signal.SIGKILL)
     assert " error " in seen(folder, "'immortal run' died: SIGKILL", "till")
-    assert "till: restarting: 'immortal run' died: SIGKILL" in (folder / ".immortal" / ".project.log").read_text()
+    log = folder / ".immortal" / ".project.log"
+    wait_until(lambda: "till: restarting: 'immortal run' died: SIGKILL" in log.read_text())
     wait_until(lambda: (till := services(folder)["till"])["state"] == "running" and till["pid"] != before)
 
 
