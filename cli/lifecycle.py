@@ -18,6 +18,7 @@ import click
 
 from immortal.cli.options import ask_coordinator, name_argument, pass_registry, timeout_option
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.backend import Place
@@ -54,7 +55,9 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
         echo(f"{name} does not run")
         return
     place = place_of(settings.log)
-    is_followed = place.is_shared and place.is_followed()  # a follower that takes over does not follow any more
+    is_followed = False
+    with contextlib.suppress(LogError):  # a database that is away keeps nobody from stopping
+        is_followed = place.is_shared and place.is_followed()  # a follower that takes over does not follow any more
     with _Process(found) if is_near(found) else _Elsewhere(settings, found) as process:
         process.send(signal.SIGTERM)
         waiting = _Waiting(settings, "stopped", timeout_s)

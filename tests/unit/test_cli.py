@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from immortal.cli import main
+from immortal.cli import lifecycle, main
 from immortal.coordinator.core.interfaces import IMPULSES, CheckpointHeader, OutputMark, SourcePosition, Transaction
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
@@ -18,6 +20,7 @@ from immortal.presenters.records import describe_record, record_lines
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.checksum import crc64
 from immortal.protocol.extensions import encode_record_time
+from immortal.protocol.files import ProcessFile
 from immortal.protocol.messages import MessageType, RpcKind, encode_incoming_rpc, encode_message, encode_outgoing_rpc
 from immortal.protocol.record import decode_header, encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
@@ -307,3 +310,16 @@ def test_log_verify_of_a_damaged_log(logged: Registry) -> None:
     assert "counter: DAMAGED" in result.output
     assert json.loads(run(logged.home, "log", "verify", "counter", "--json", status=1).output)["sound"] is False
     assert "record 1  DAMAGED" in run(logged.home, "log", "show", "counter").output
+
+
+def test_a_database_that_is_away_hinders_no_stop(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.register("counter", "tcp://127.0.0.1:*", log="postgresql://127.0.0.1:1/nowhere")
+    with subprocess.Popen(["sleep", "600"]) as process:
+        known = ProcessFile(pid=process.pid, started_ns=0)
+        monkeypatch.setattr(control, "supervisor", lambda folder: known)
+        monkeypatch.setattr(lifecycle, "is_near", lambda known: True)
+        try:
+            run(registry.home, "stop", "counter", status=1)  # nobody can say with which checkpoint
+            assert process.wait(20) == -signal.SIGTERM
+        finally:
+            process.kill()
