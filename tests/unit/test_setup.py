@@ -28,6 +28,7 @@ echo "python $*" >>"$CALLS"
 case "$*" in
 *version_info*ensurepip* | *'import ensurepip, venv'*) [ -e "$PLACE/venv-package" ] ;;
 *'python%d.%d-venv'*) echo python3.11-venv ;;
+*enable-optimizations*) [ ! -e "$PLACE/slow-${0##*/}" ] ;;
 *implementation*) echo "# for cpython 3.11 on linux x86_64" ;;
 *sys.prefix*) echo "$PLACE/.venv" ;;
 '-m venv .venv') mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
@@ -71,6 +72,7 @@ class Machine:
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         self._environment = {"PATH": f"{programs}:/usr/bin:/bin", "CALLS": str(self._calls), "PLACE": str(folder)}
+        self._environment["SYSTEM_PYTHON"] = str(programs / "absent")
 
     def setup(self, *arguments: str, status: int = 0, **environment: str) -> str:
         done = subprocess.run(
@@ -149,6 +151,18 @@ def test_a_machine_that_has_all_is_left_alone(made: Any) -> None:
     before = len(machine.called("python"))
     assert machine.setup("--system", "dev") == ""
     assert len(machine.called("python")) <= before + 3, "it was done already"
+
+
+@pytest.mark.parametrize(
+    ("slow", "chosen"), [((), "python3"), (("python3",), "absent"), (("python3", "absent"), "python3")]
+)
+def test_a_python_built_with_its_optimisations_is_preferred(made: Any, slow: tuple[str, ...], chosen: str) -> None:
+    machine = made("venv-package", *(f"slow-{name}" for name in slow))
+    system = machine.folder / "programs" / "absent"
+    system.write_text(PYTHON.replace('"python $*"', '"absent $*"'))
+    system.chmod(0o755)
+    machine.setup()
+    assert "-m venv .venv" in machine.called("python" if chosen == "python3" else chosen)
 
 
 @pytest.mark.parametrize(("kind", "extras"), [("docs", "[docs]"), ("bench", "[rivals]")])
