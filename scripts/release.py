@@ -11,12 +11,15 @@ lists the packages of the image: the wheel, and deploy/requirements.lock. Nothin
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -82,9 +85,24 @@ def environment(folder: Path, python: str, *options: str) -> Path:
 
 
 def build_sdist(sources: Path, out: Path) -> Path:
+    """Build the sdist. The same sources and SOURCE_DATE_EPOCH make the same bytes."""
     program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     run(sys.executable, "-c", program, out, cwd=sources)
     (made,) = out.glob("*.tar.gz")
+    time_s = int(os.environ.get("SOURCE_DATE_EPOCH", "0"))
+    packed = io.BytesIO()
+    with tarfile.open(made) as built, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for member in sorted(built.getmembers(), key=lambda one: one.name):
+            member.mtime, member.uid, member.gid, member.uname, member.gname, member.pax_headers = (
+                time_s,
+                0,
+                0,
+                "",
+                "",
+                {},
+            )
+            archive.addfile(member, built.extractfile(member) if member.isreg() else None)
+    made.write_bytes(gzip.compress(packed.getvalue(), mtime=time_s))
     return made
 
 

@@ -49,8 +49,15 @@ class Counter(Immortal):
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def times_of_files() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOURCE_DATE_EPOCH", os.environ.get("SOURCE_DATE_EPOCH", "1700000000"))
+        yield
+
+
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(times_of_files: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A release; else an sdist, a pure wheel, and a compiled one of a copy, for the tests' own Python."""
     if RELEASE:
         return Path(RELEASE)
@@ -91,6 +98,22 @@ def test_the_files_of_a_release(files: Path) -> None:
         listed = json.loads(sbom.read_text())
         assert listed["metadata"]["component"]["name"] == "immortal-services"
         assert {"msgspec", "psycopg", "prometheus_client"} <= {one["name"] for one in listed["components"]}
+
+
+@pytest.mark.timeout(release.BUILD_TIMEOUT_S)
+def test_another_build_has_the_same_bytes(files: Path, tmp_path: Path) -> None:
+    (sdist,) = files.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path)
+    (sources,) = tmp_path.iterdir()
+    (sources / "setup.cfg").unlink()  # made with an sdist, and no source
+    out = tmp_path / "out"
+    out.mkdir()
+    assert release.build_sdist(sources, out).read_bytes() == sdist.read_bytes()
+    again = [release.build_wheel(sdist, out, sys.executable, "--no-build-isolation", pure=True)]
+    if RELEASE and CAN_COMPILE:
+        again.append(release.build_wheel(sdist, out, sys.executable, "--no-build-isolation"))
+    for wheel in again:
+        assert wheel.read_bytes() == (files / wheel.name).read_bytes()
 
 
 @pytest.fixture(params=PYTHONS)
