@@ -196,7 +196,7 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     backup are verified. A backup is a log: 'immortal log verify' and others read it, and an instance starts from it.
     """
     settings = settings_with_log(registry, name)
-    made = back_up(settings.log, name, folder, own_logs.read_keys(settings))
+    made = back_up(own_logs.place_of(settings), name, folder, own_logs.read_keys(settings))
     if as_json:
         echo_json({"name": name, "folder": str(folder), **asdict(made)})
         return
@@ -219,7 +219,7 @@ def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool
     """
     settings = settings_with_log(registry, name)
     log = log_of_instance(target, name) if not is_in_folder(target) else os.path.abspath(split_url(target)[1])
-    source, place = place_of(settings.log), place_of(log)
+    source, place = own_logs.place_of(settings), place_of(log)
     if source.key == place.key:
         raise click.UsageError(f"{target} is where the log of {name} is")
     if switch:
@@ -283,7 +283,7 @@ def _log_place(registry: Registry, name_or_log: str) -> Place:
             return place
         if not is_in_folder(name_or_log) or os.sep in name_or_log or os.path.isdir(name_or_log):
             raise RegistryError(f"there is no log in {place.where}: an instance, or a log's folder, was expected")
-    return place_of(settings_with_log(registry, name_or_log).log)
+    return own_logs.place_of(settings_with_log(registry, name_or_log))
 
 
 @log.command()
@@ -332,7 +332,7 @@ def _show_key(settings: InstanceSettings, as_json: bool) -> None:
     ids = [one.id for one in own_logs.read_keys(settings)]
     marker = None
     if log_exists(settings.log):
-        with open_reader(settings.log, settings.name) as reader:
+        with open_reader(own_logs.place_of(settings), settings.name) as reader:
             marker = reader.marker
     path = own_logs.key_path(settings)
     if as_json:

@@ -418,13 +418,14 @@ def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | 
     """
     _check_sound(verify_log(log, instance_name, keys=keys), f"the log of {instance_name!r}")
     place = place_of(target)
+    place.encryption_key = place.encryption_key or place_of(log).encryption_key
     with open_reader(log, instance_name, keys=keys, check=False) as reader:
         mac = None if reader.macs is None else reader.macs.mark
         with reader.view() as view:
             first, last = first_and_last_sequence_id(view)
             checkpoints_count = len(list(stored_headers(view)))
             try:
-                copied = place.copy(view, reader.identity, mac)
+                copied = place.copy(view.stored, reader.identity, mac)
             except ValueError as error:
                 raise BackupError(str(error)) from None
     _check_sound(verify_log(place, instance_name, keys=keys), f"the backup in {place.where}")

@@ -85,7 +85,7 @@ def test_all_fields(tmp_path: Path) -> None:
             "counter.toml, line 5, field 'zzz': unknown field: known are"
             " peer, peer_template, allow, insecure, app_host, app_port, app_send_port, app_send_mode, app_socket,"
             " app_auth, app_insecure,"
-            " log, log_key, allow_data_loss, lease_s, checkpoints_to, checkpoints, keep_checkpoints, keep_log_days,"
+            " log, log_key, encryption_key, allow_data_loss, lease_s, checkpoints_to, checkpoints, keep_checkpoints, keep_log_days,"
             " keep_log_mb, log_trigger_mb,"
             " checkpoint_age_s, kills_before_verdict,"
             " replay_check, rpc_limit_mb, nesting_max, spill_limit_mb, log_limit_mb, disk_free_mb, metrics,"
