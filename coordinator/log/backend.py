@@ -228,6 +228,10 @@ class Backend(ReadBackend, Protocol):
 
     def space(self) -> LogSpace: ...
 
+    def renew_key(self) -> None:
+        """Begin a new data key with the next append, which wraps all by the operator's present key. Raises LogError."""
+        raise LogError(f"the log {self.where} is not encrypted")
+
     def check_end(self, mac: Mac | None) -> list[str]:
         """Check that all committed data is there, if the backend can tell. Return messages about the check itself.
 

@@ -227,6 +227,43 @@ class _LazyRows(Iterable[Row]):
         yield from self._encryptor.encrypt_rows(self._rows)
 
 
+class EncryptingView(View):
+    """View of a log without encryption as an encrypted one without authentication, for a copy."""
+
+    def __init__(self, plain: View, identity: LogIdentity, source: str) -> None:
+        self._plain = plain
+        self._encryptor = DataKeys(identity, source).new_encryptor(plain)
+        left_out = (log_format.META_AUTHENTICATED, log_format.META_SEAL)
+        rows = {key: bytes(value) for key, value in Span("meta").rows(plain) if key not in left_out}
+        new = (meta_row(log_format.META_FORMAT, log_format.ENCRYPTED_VERSION), *self._encryptor.rows)
+        self._meta = sorted((rows | {key: bytes(value) for _, key, value in new}).items())
+        self._last = (b"", b"")  # the last record, which is asked for again
+
+    def get(self, table: str, key: bytes) -> Readable | None:
+        if table == "records" and key == self._last[0]:
+            return self._last[1]
+        for found, value in self.scan(table, key):
+            return value if found == key else None
+        return None
+
+    def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]:
+        if table == "meta":
+            yield from (row for row in self._meta if row[0] >= first)
+        elif table not in log_format.TABLES_OF_SEALS:
+            for key, value in self._plain.scan(table, first):
+                row = bytes(key), bytes(self._encryptor.encrypt(table, bytes(key), value))
+                if table == "records":
+                    self._last = row
+                yield row
+
+    def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
+        for key, value in self._plain.scan_back(table, last):
+            yield key, self._encryptor.encrypt(table, bytes(key), value)
+
+    def size(self, table: str) -> TableSize:
+        return self._plain.size(table)
+
+
 # A log's backend.
 
 
