@@ -203,12 +203,13 @@ class Encryptor:
     def __init__(self, number: int, secret: bytes, rows: list[Row]) -> None:
         self.rows = rows
         self._cipher = AESGCM(secret)
-        self._nonces = (_NUMBER.pack(number) + count.to_bytes(8, "big") for count in itertools.count())
+        self._number = _NUMBER.pack(number)
+        self._count = itertools.count()
 
     def encrypt(self, table: str, key: bytes, value: Readable) -> Readable:
         if (prefix := _PREFIXES.get(table)) is None:
             return value
-        nonce = next(self._nonces)
+        nonce = self._number + next(self._count).to_bytes(8, "big")
         return nonce + self._cipher.encrypt(nonce, value, prefix + key)
 
     def encrypt_rows(self, rows: Iterable[Row]) -> Iterator[Row]:

@@ -177,7 +177,7 @@ def unlocked(place: Place, backend: Backend) -> Backend:
     if backend.identity.is_encrypted:
         from immortal.coordinator.log import encryption
 
-        return encryption.encrypted_backend(backend, _source(place), writes=True)
+        return encryption.encrypted_backend(backend, place.encryption_key, writes=True)
     if place.encryption_key:
         name = backend.identity.instance_name
         raise LogKeyError(
@@ -185,10 +185,6 @@ def unlocked(place: Place, backend: Backend) -> Backend:
             f" 'immortal log copy {name} --to FOLDER --switch' makes an encrypted one of it"
         )
     return backend
-
-
-def _source(place: Place) -> str:
-    return place.encryption_key or os.environ.get(ENCRYPTION_KEY_VARIABLE, "")
 
 
 def open_reader(
@@ -211,7 +207,8 @@ def open_reader(
         if backend.identity.is_encrypted:
             from immortal.coordinator.log import encryption
 
-            reader = LogReader(encryption.encrypted_backend(backend, _source(place), writes=False))
+            source = place.encryption_key or os.environ.get(ENCRYPTION_KEY_VARIABLE, "")
+            reader = LogReader(encryption.encrypted_backend(backend, source, writes=False))
         if keys is not None:
             reader.authenticate(keys, check=check)
     except BaseException:

@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
+
+pytest.importorskip("cryptography")
+
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from immortal.cli import main
 from immortal.coordinator.archive.archive import Archive, restore
 from immortal.coordinator.archive.archiver import Archiver
 from immortal.coordinator.core.errors import DamagedLogError, LogError
 from immortal.coordinator.core.interfaces import AuditEntry, SpilledBatch, Transaction
+from immortal.coordinator.instances import own_logs
 from immortal.coordinator.log import encryption
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import open as opening
 from immortal.coordinator.log.authentication import LogKey, LogKeyError
-from immortal.coordinator.log.backend import ENCRYPTION_KEY_VARIABLE, Place, Severity
+from immortal.coordinator.log.backend import ENCRYPTION_KEY_VARIABLE, Append, Options, Place, Severity
+from immortal.coordinator.log.backends.memory import MemoryBackend
 from immortal.coordinator.log.cut import LogCutter
 from immortal.coordinator.log.format import ENCRYPTED_VERSION, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log.verify import back_up, verify_log
+from immortal.coordinator.notices import Notices
 from immortal.coordinator.objects.store import Objects, store_of
+from immortal.coordinator.service.process import STATUS_NO_RECOVERY
+from immortal.coordinator.service.runtime import run_coordinator
 from immortal.log import RowLogStore, open_log, open_reader
 from tests.faults.sample_log import NAME, put_record, read_contents, write_log
+from tests.helpers.far_backend import FarBackend
 from tests.security import log_forger as forger
+from tests.security.test_log_key_cli import Home
 
 KEY, NEWER, OTHER = (LogKey(bytes([n]) * 32) for n in (1, 2, 3))
 MAC_KEYS = (LogKey(bytes(range(32))),)
@@ -248,6 +262,99 @@ def test_backups_cuts_and_archives_are_encrypted(log: Place, tmp_path: Path, mac
         assert reader.identity.format_version == ENCRYPTED_VERSION
     assert findings(log, mac_keys) == []
     assert not in_plain(tmp_path)
+
+
+def test_a_log_in_plain_is_encrypted_by_a_copy(tmp_path: Path, key_file: Path, mac_keys: tuple[LogKey, ...]) -> None:
+    write_log(tmp_path / "plain", keys=mac_keys)
+    target = encrypted(tmp_path / "copy", key_file)
+    made = back_up(tmp_path / "plain", NAME, target, mac_keys)
+    assert (made.last_sequence_id, made.checkpoints) == (119, 2)
+    assert not in_plain(tmp_path / "copy")
+    assert findings(target, mac_keys) == []
+    with open_reader(tmp_path / "plain", NAME) as plain, open_reader(target, NAME, keys=mac_keys) as copy:
+        assert list(copy.values(0)) == list(plain.values(0))
+        assert (copy.macs is not None) == bool(mac_keys)
+        for header in plain.summary().checkpoints:
+            ours, theirs = (b"".join(one.checkpoint_chunks(header.checkpoint_id)) for one in (plain, copy))
+            assert ours == theirs
+    with opened(target, mac_keys) as store:
+        put_record(store, 120)
+    assert findings(target, mac_keys) == []
+
+
+def test_appends_are_begun_once_the_data_key_is_there(key_file: Path) -> None:
+    place = place_of("memory:far")
+    place.remove()
+    place.encryption_key = str(key_file)
+    write_log(place, 2)
+    far = FarBackend(cast(MemoryBackend, place.open(NAME, Options())))
+    backend = encryption.encrypted_backend(far, place.encryption_key, writes=True)
+    appends = [Append(n - 1, far.fence, records=[(n, b"<record %d>" % n)]) for n in (2, 3)]
+    assert not backend.begin_append(appends[0])
+    backend.append(appends[0])
+    assert backend.begin_append(appends[1])
+    far.answer(1)
+    assert backend.finish_oldest(wait=True)
+    with backend.view() as view:
+        assert [bytes(value) for _, value in view.scan("records", SEQUENCE_KEY.pack(2))] == [
+            b"<record 2>",
+            b"<record 3>",
+        ]
+        assert not any(b"<record" in bytes(value) for _, value in view.stored.scan("records"))
+        assert next(bytes(value) for _, value in view.scan_back("records")) == b"<record 3>"
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, key_file: Path) -> Home:
+    made = Home(tmp_path / "home")
+    made.register("--encryption-key", str(key_file), "--log-key", "none")
+    return made
+
+
+def test_commands_read_an_encrypted_log_and_take_a_new_key(home: Home, tmp_path: Path, key_file: Path) -> None:
+    write_log(own_logs.place_of(home.settings))
+    assert "119" in home.run("log", "show", NAME, "--from", "119").stdout
+    assert "sound" in home.run("log", "verify", NAME).stdout
+    assert home.run("log", "encryption", NAME).stdout == (
+        f"the log of {NAME} is encrypted: 1 data key, wrapped by {KEY.id}\n"
+    )
+    write_keys(key_file, NEWER, KEY)
+    said = json.loads(home.run("log", "encryption", NAME, "--renew", "--json").stdout)
+    assert said == {"name": NAME, "keys": [NEWER.id], "data_keys": 2}
+    key_file.unlink()
+    for command in (("log", "show"), ("log", "verify"), ("log", "encryption"), ("recover",)):
+        assert f"there is no key in {key_file}" in home.run(*command, NAME, status=1).output, command
+    assert run_coordinator(home.settings, home.registry, Notices(NAME)) == STATUS_NO_RECOVERY
+
+
+def test_a_log_in_plain_goes_on_encrypted(home: Home, tmp_path: Path) -> None:
+    write_log(home.settings.log)
+    assert run_coordinator(home.settings, home.registry, Notices(NAME)) == STATUS_NO_RECOVERY
+    assert "is not encrypted" in home.run("log", "encryption", NAME, status=1).output
+    home.run("log", "copy", NAME, "--to", str(tmp_path / "new"), "--switch")
+    assert "is encrypted" in home.run("log", "encryption", NAME).stdout
+    assert not in_plain(tmp_path / "new")
+    home.start()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("key", "the absolute path of a file"),
+        ("env:", "the absolute path of a file"),
+        ("HOME/key", "the key lies in the home whose log it encrypts"),
+    ],
+)
+def test_a_source_that_is_none_is_refused(tmp_path: Path, value: str, message: str) -> None:
+    given = value.replace("HOME", str(tmp_path))
+    said = CliRunner().invoke(
+        main, ["--home", str(tmp_path), "register", NAME, "--peer", "tcp://127.0.0.1:*", "--encryption-key", given]
+    )
+    assert said.exit_code == (1 if value.startswith("HOME") else 2)
+    assert message in said.output.replace("\n", " ")
 
 
 # --- the operator's key -----------------------------------------------------------------------------------------------
