@@ -36,7 +36,7 @@ from immortal.coordinator.log.backend import (
 )
 from immortal.coordinator.log.format import META_DATA_KEY, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, meta_row
-from immortal.protocol import decoding
+from immortal.protocol import decoding, distribution
 from immortal.protocol.varint import Readable
 
 try:
@@ -44,7 +44,7 @@ try:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 except ImportError as error:
     raise LogKeyError(
-        f"encrypted logs need a package that is not there ({error}): pip install 'immortal-services[encryption]'"
+        f"an encrypted log needs the extra encryption ({error}): {distribution.add_extra('encryption')}"
     ) from error
 
 COMMAND_TIMEOUT_S = 60.0
