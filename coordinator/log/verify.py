@@ -428,6 +428,8 @@ def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | 
             checkpoints_count = len(list(stored_headers(view)))
             try:
                 if encrypts and not reader.identity.is_encrypted:
+                    if place.exists():
+                        raise ValueError(f"there is a log in {place.where} already: an encrypted copy is a new one")
                     from immortal.coordinator.log.encryption import EncryptingView
 
                     encrypted = EncryptingView(view, reader.identity, place.encryption_key)

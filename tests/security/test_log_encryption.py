@@ -34,7 +34,7 @@ from immortal.coordinator.log.cut import LogCutter
 from immortal.coordinator.log.format import ENCRYPTED_VERSION, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.coordinator.log.open import place_of
-from immortal.coordinator.log.verify import back_up, verify_log
+from immortal.coordinator.log.verify import BackupError, back_up, verify_log
 from immortal.coordinator.notices import Notices
 from immortal.coordinator.objects.store import Objects, store_of
 from immortal.coordinator.service.process import STATUS_NO_RECOVERY
@@ -118,6 +118,16 @@ def test_all_of_a_log_is_read_again_and_nothing_of_it_is_on_the_disk(
         assert in_plain(tmp_path / "plain")  # else the search would find nothing anywhere
         ours, plain = read_contents(log), read_contents(tmp_path / "plain")
         assert (ours.records[:120], ours.checkpoints) == (plain.records, plain.checkpoints)
+
+
+def test_nobody_tries_guesses_with_a_stolen_log_key(tmp_path: Path, key_file: Path) -> None:
+    log = encrypted(tmp_path / "log", key_file)
+    write_log(log, keys=MAC_KEYS)
+    with open_reader(log, NAME) as reader, reader.view() as view:
+        rows = [(table, bytes(key)) for table in log_format.TABLES_OF_SEALS for key, _ in view.scan(table)]
+        assert len(rows) > 120
+        for table, key in [*rows, ("meta", log_format.META_SEAL)]:
+            assert bytes(view.get(table, key) or b"") not in bytes(view.stored.get(table, key) or b"")
 
 
 def test_a_log_without_encryption_is_as_it_always_was(tmp_path: Path) -> None:
@@ -280,6 +290,8 @@ def test_a_log_in_plain_is_encrypted_by_a_copy(tmp_path: Path, key_file: Path, m
     with opened(target, mac_keys) as store:
         put_record(store, 120)
     assert findings(target, mac_keys) == []
+    with pytest.raises(BackupError, match="already: an encrypted copy is a new one"):
+        back_up(tmp_path / "plain", NAME, encrypted(tmp_path / "copy", key_file), mac_keys)
 
 
 def test_appends_are_begun_once_the_data_key_is_there(key_file: Path) -> None:
