@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from immortal.coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
 from immortal.coordinator.core.errors import DamagedCheckpointError, LogError
 from immortal.coordinator.core.interfaces import LogStore, LogSummary
-from immortal.coordinator.log.authentication import LogKey, LogKeyError, not_authenticated_message, read_key_file
+from immortal.coordinator.log.authentication import (
+    LogKey,
+    LogKeyError,
+    not_authenticated_message,
+    read_key_file,
+    reason_of,
+)
 from immortal.coordinator.log.backend import Options, Place, StandbyRegistration
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.coordinator.log.open import create_log, log_exists
@@ -86,7 +92,7 @@ class OwnLogs:
             self.is_kept = False
             return
         except (OSError, UnicodeDecodeError) as error:
-            raise LogKeyError(f"{self.path} cannot be read: {_reason(error)}") from None
+            raise LogKeyError(f"{self.path} cannot be read: {reason_of(error)}") from None
         for line in lines:
             match line.split():
                 case [committer_id, created_ns, *rest] if rest in ([], [_AUTHENTICATED]):
@@ -349,7 +355,7 @@ def _shared_options(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _is_authenticated(settings: InstanceSettings) -> bool:
-    with open_folder_reader(settings.log, settings.name) as reader:
+    with open_folder_reader(place_of(settings), settings.name) as reader:
         return reader.marker is not None
 
 
@@ -359,8 +365,3 @@ def _write_secretly(path: Path, text: str) -> None:
         write_atomically(path, text.encode(), mode=0o600)
     except OSError as error:
         raise LogKeyError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _reason(error: OSError | UnicodeDecodeError) -> str:
-    """Return the reason of an error without the path, which the message names already."""
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

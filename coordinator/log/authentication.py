@@ -96,8 +96,12 @@ def read_key_file(path: Path, if_read: str) -> tuple[LogKey, ...]:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, UnicodeDecodeError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise LogKeyError(f"the key of the log in {path} cannot be read: {reason}") from None
+        raise LogKeyError(f"the key of the log in {path} cannot be read: {reason_of(error)}") from None
+
+
+def reason_of(error: OSError | UnicodeDecodeError) -> str:
+    """Return the reason of an error without the path, which the message names already."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 class Marker(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -343,6 +343,20 @@ def test_commands_read_an_encrypted_log_and_take_a_new_key(home: Home, tmp_path:
     assert run_coordinator(home.settings, home.registry, Notices(NAME)) == STATUS_NO_RECOVERY
 
 
+def test_an_encrypted_log_gets_a_log_key_at_its_next_start(tmp_path: Path, key_file: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.register("--encryption-key", str(key_file), "--log-key")
+    write_log(own_logs.place_of(home.settings))
+    home.start()
+    assert home.key()["first_sequence_id"] == 120
+    assert "authenticated with key" in home.run("log", "verify", NAME).stdout
+    home.edit('log_key = "file"\n', 'log_key = "none"\n')
+    home.run("log", "key", NAME, "--off", "--yes")
+    home.start()
+    with open_reader(own_logs.place_of(home.settings), NAME) as reader:
+        assert (reader.marker, reader.identity.format_version) == (None, ENCRYPTED_VERSION)
+
+
 def test_a_log_in_plain_goes_on_encrypted(home: Home, tmp_path: Path) -> None:
     write_log(home.settings.log)
     assert run_coordinator(home.settings, home.registry, Notices(NAME)) == STATUS_NO_RECOVERY
