@@ -265,7 +265,7 @@ def restore(
         until_ns=until.ns if isinstance(until, Time) else None,
         until_record=until if isinstance(until, int) else None,
     )
-    place = place_of(settings.log)
+    place = own_logs.place_of(settings)
     restored = bring_back(there, name, moments, index, place, own_logs.read_keys(settings))
     moment = moments[index]
     if as_json:

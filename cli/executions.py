@@ -333,6 +333,8 @@ def _order_all(
 def rebuild(registry: Registry, settings: InstanceSettings) -> None:
     """Add to the list what is in the log and not in it, by a replay from the oldest checkpoint; NAME may run."""
     settings_with_log(registry, settings.name)
+    if settings.encryption_key:
+        raise FailedError(f"the log of {settings.name!r} is encrypted, and the list would not be: there is none")
     with own_logs.open_reader(settings, check=False) as reader, tempfile.TemporaryDirectory() as folder:
         summary = reader.summary()
         usable = usable_checkpoints(summary)

@@ -1,9 +1,11 @@
-"""`immortal log`: all but copy --switch, key and migrate only read, also beside a running coordinator."""
+"""`immortal log`: all but copy --switch, key, encryption and migrate only read, also beside a running coordinator."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -22,10 +24,12 @@ from immortal.coordinator.log.verify import Backup, back_up
 from immortal.coordinator.log_url import is_in_folder, log_of_instance, split_url
 from immortal.coordinator.operator import control
 from immortal.presenters.records import describe_record, grouped_lines, record_lines
-from immortal.protocol.command_line import Commands, counted, echo, echo_json, echo_lines, json_option
+from immortal.protocol.command_line import Commands, FailedError, counted, echo, echo_json, echo_lines, json_option
 from immortal.protocol.executions import open_index
 from immortal.replay.app_process import methods_of
 from immortal.replay.plan import RecordedLog
+
+RENEWED_WITHIN_S = 20.0  # by a running coordinator, which may ask a command for the key
 
 
 @click.group(cls=Commands)
@@ -196,7 +200,7 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     backup are verified. A backup is a log: 'immortal log verify' and others read it, and an instance starts from it.
     """
     settings = settings_with_log(registry, name)
-    made = back_up(settings.log, name, folder, own_logs.read_keys(settings))
+    made = back_up(own_logs.place_of(settings), name, folder, own_logs.read_keys(settings))
     if as_json:
         echo_json({"name": name, "folder": str(folder), **asdict(made)})
         return
@@ -219,7 +223,8 @@ def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool
     """
     settings = settings_with_log(registry, name)
     log = log_of_instance(target, name) if not is_in_folder(target) else os.path.abspath(split_url(target)[1])
-    source, place = place_of(settings.log), place_of(log)
+    source, place = own_logs.place_of(settings), place_of(log)
+    place.encryption_key = source.encryption_key
     if source.key == place.key:
         raise click.UsageError(f"{target} is where the log of {name} is")
     if switch:
@@ -283,7 +288,7 @@ def _log_place(registry: Registry, name_or_log: str) -> Place:
             return place
         if not is_in_folder(name_or_log) or os.sep in name_or_log or os.path.isdir(name_or_log):
             raise RegistryError(f"there is no log in {place.where}: an instance, or a log's folder, was expected")
-    return place_of(settings_with_log(registry, name_or_log).log)
+    return own_logs.place_of(settings_with_log(registry, name_or_log))
 
 
 @log.command()
@@ -332,7 +337,7 @@ def _show_key(settings: InstanceSettings, as_json: bool) -> None:
     ids = [one.id for one in own_logs.read_keys(settings)]
     marker = None
     if log_exists(settings.log):
-        with open_reader(settings.log, settings.name) as reader:
+        with open_reader(own_logs.place_of(settings), settings.name) as reader:
             marker = reader.marker
     path = own_logs.key_path(settings)
     if as_json:
@@ -357,6 +362,49 @@ def _show_key(settings: InstanceSettings, as_json: bool) -> None:
         echo(f"  key {one}{'  in use' if index == 0 else ''}  in {path}")
     if marker is not None and marker.key_id not in ids:
         echo(f"  key {marker.key_id} is NOT in {path}: nothing of the log can be checked")
+
+
+@log.command()
+@name_argument
+@click.option("--renew", is_flag=True, help="Take the first key of 'encryption_key' from now on, also while NAME runs.")
+@json_option
+@pass_registry
+def encryption(registry: Registry, name: str, renew: bool, as_json: bool) -> None:
+    """Show which keys encrypt the log of NAME, or take a new one: the log's data keys are wrapped by it anew.
+
+    Put the new key in front of the present one, which older copies need.
+    """
+    settings = settings_with_log(registry, name)
+    source = settings.encryption_key or ""
+    if renew and not source:
+        raise RegistryError(f"{registry.path(name)} has no 'encryption_key', which says where the new key is")
+    if renew:
+        if control.running(settings.folder) is not None:
+            control.query(settings.folder, "renew-key")
+        else:
+            with closing(own_logs.open_log(settings)) as store:
+                store.trim(keep_checkpoints=None)
+    with own_logs.open_reader(settings, check=False) as reader:
+        if not reader.identity.is_encrypted:
+            raise FailedError(f"the log of {name} is not encrypted")
+        from immortal.coordinator.log.encryption import read_keys, wrapped_keys
+
+        wanted, end_s = read_keys(source)[0].id if renew else "", time.monotonic() + RENEWED_WITHIN_S
+        while True:
+            with reader.view() as view:
+                data_keys = {number: one.key_id for number, one in wrapped_keys(view).items()}
+            if not renew or set(data_keys.values()) == {wanted}:
+                break
+            if time.monotonic() > end_s:
+                raise FailedError(
+                    f"{name} has not taken the key {wanted} within {RENEWED_WITHIN_S:.0f} s: its coordinator writes why"
+                )
+            time.sleep(0.05)
+    if as_json:
+        echo_json({"name": name, "keys": sorted(set(data_keys.values())), "data_keys": len(data_keys)})
+    else:
+        keys = " and ".join(sorted(set(data_keys.values())))
+        echo(f"the log of {name} is encrypted: {counted(len(data_keys), 'data key')}, wrapped by {keys}")
 
 
 @log.command()

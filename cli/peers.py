@@ -117,7 +117,7 @@ def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> 
     if control.running(settings.folder) is not None:
         control.query(settings.folder, "reclaim")
     else:
-        with closing(open_log(settings.log, settings.name)) as store:
+        with closing(open_log(own_logs.place_of(settings), settings.name)) as store:
             store.commit(reclaim_transaction(store.summary()))
     if as_json:
         echo_json({"name": name, "reclaimed": True, "peers": {peer: asdict(loss) for peer, loss in losses.items()}})

@@ -161,7 +161,7 @@ def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
         return "what helps: restore the log from a copy"
     command = f"'immortal recover {settings.name} --truncate-at {stop}'"
     try:
-        with LogCutter(settings.log, settings.name, own_logs.read_keys(settings)) as cutter:
+        with LogCutter(own_logs.place_of(settings), settings.name, own_logs.read_keys(settings)) as cutter:
             plan = cutter.plan(stop)
     except CutRefusedError as error:
         return f"what helps: restore the log from a copy; {command} would not: {error}"
@@ -183,7 +183,7 @@ def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
 
 def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool, as_json: bool) -> None:
     control.refuse_running(settings.folder)
-    with LogCutter(settings.log, settings.name, own_logs.read_keys(settings)) as cutter:
+    with LogCutter(own_logs.place_of(settings), settings.name, own_logs.read_keys(settings)) as cutter:
         plan = _judged(cutter, settings.name, sequence_id, force=force)
         lines = list(_plan_lines(settings.name, plan))
         if not yes:

@@ -413,7 +413,7 @@ def _peers(
 ) -> Iterator[LogReader]:
     """Yield readers of the logs that were given by an instance's name or as a folder."""
     for given in peer_logs:
-        place = place_of(registry.load(given).log if given in registry.names() else given)
+        place = own_logs.place_of(registry.load(given)) if given in registry.names() else place_of(given)
         if not place.exists():
             raise RegistryError(f"{given!r} is neither a registered instance with a log nor the folder of one")
         if place.key == place_of(own.log).key:

@@ -315,8 +315,8 @@ def open_index(folder: Path, name: str, within_s: float | None = None) -> Iterat
     if not path.exists():
         raise ExecutionsError(
             f"no execution of {name!r} is listed: it has not run yet, has no 'async def' handler and no labels, has"
-            f" keep_executions_days = 0, or its app runs elsewhere; 'immortal executions {name} rebuild' makes the list"
-            " from its log"
+            " keep_executions_days = 0 or an encryption_key, or its app runs elsewhere;"
+            f" 'immortal executions {name} rebuild' makes the list from its log"
         )
     try:
         database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=TIMEOUT_S)

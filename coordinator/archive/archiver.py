@@ -339,10 +339,7 @@ def records_from(view: View, reader: LogReader, first_sequence_id: int, size_byt
             raise DamagedLogError(f"record {expected} is missing: the next one is record {sequence_id}", expected)
         check_value(value, sequence_id, reader.identity.committer_id)
         values.append((sequence_id, value))
-        rows.append(("records", key, value))
-        seal = view.get("record_seals", key)
-        if seal is not None:
-            rows.append(("record_seals", key, bytes(seal)))
+        rows += [row for table in ("records", "record_seals") if (row := _stored(view, table, key)) is not None]
         expected += 1
         size_bytes += len(value)
         if size_bytes_max is not None and size_bytes >= size_bytes_max:
@@ -355,7 +352,7 @@ def records_from(view: View, reader: LogReader, first_sequence_id: int, size_byt
 
 def record_digest(view: View, sequence_id: int) -> str:
     """Return the digest of a record; "" if the log does not keep it."""
-    value = None if sequence_id < 0 else view.get("records", SEQUENCE_KEY.pack(sequence_id))
+    value = None if sequence_id < 0 else view.stored.get("records", SEQUENCE_KEY.pack(sequence_id))
     return "" if value is None else digest(bytes(value))
 
 
@@ -372,15 +369,20 @@ def state_rows(view: View, known: StateDigests) -> tuple[list[PackedRow], StateD
     return changed, found
 
 
+def _stored(view: View, table: str, key: bytes) -> tuple[str, bytes, bytes] | None:
+    """Return a row as it is stored: an archive of an encrypted log has its rows encrypted."""
+    value = view.stored.get(table, key)
+    return None if value is None else (table, key, bytes(value))
+
+
 def _state(view: View) -> Iterator[tuple[str, bytes, bytes]]:
     for table in STATE_TABLES:
-        for key, value in Span(table).rows(view):
+        for key, value in Span(table).rows(view.stored):
             if table != "meta" or key != META_JOURNAL:  # an archive's tables include the journal's rows
                 yield table, key, bytes(value)
     before = first_and_last_sequence_id(view)[0] - 1  # with a key, the first record's MAC needs it
-    seal = view.get("record_seals", SEQUENCE_KEY.pack(before)) if before >= 0 else None
-    if seal is not None:
-        yield "record_seals", SEQUENCE_KEY.pack(before), bytes(seal)
+    if before >= 0 and (seal := _stored(view, "record_seals", SEQUENCE_KEY.pack(before))) is not None:
+        yield seal
 
 
 def checkpoint_headers(view: View) -> dict[int, tuple[bytes, StoredHeader]]:
@@ -388,7 +390,9 @@ def checkpoint_headers(view: View) -> dict[int, tuple[bytes, StoredHeader]]:
     headers = {}
     for key, value in Span("checkpoints").rows(view):
         with contextlib.suppress(DamagedLogError):
-            headers[SEQUENCE_KEY.unpack(key)[0]] = bytes(value), log_format.decode_header(key, bytes(value))
+            stored = log_format.decode_header(key, bytes(value))
+            if (row := _stored(view, "checkpoints", key)) is not None:
+                headers[SEQUENCE_KEY.unpack(key)[0]] = row[2], stored
     return headers
 
 
@@ -397,17 +401,21 @@ def checkpoint_rows(reader: LogReader, value: bytes, stored: StoredHeader) -> It
     checkpoint_id = stored.header.checkpoint_id
     yield "checkpoints", SEQUENCE_KEY.pack(checkpoint_id), value
     for index in range(stored.chunk_count):
+        reader.read_checkpoint_chunk(checkpoint_id, index)
         key = CHUNK_KEY.pack(checkpoint_id, index)
-        yield "chunks", key, log_format.seal_chunk(key, reader.read_checkpoint_chunk(checkpoint_id, index))
+        with reader.view() as view:
+            row = _stored(view, "chunks", key)
+        if row is None:
+            raise DamagedCheckpointError(f"chunk {index} of checkpoint {checkpoint_id} was trimmed", checkpoint_id)
+        yield row
     size_bytes = index = 0
     while size_bytes < stored.outputs_size_bytes:
         key = CHUNK_KEY.pack(checkpoint_id, index)
         with reader.view() as view:
-            found = view.get("outputs", key)
-            piece = None if found is None else bytes(found)
-        data = None if piece is None else log_format.unseal_chunk(key, piece)
-        if piece is None or data is None:
+            found, row = view.get("outputs", key), _stored(view, "outputs", key)
+            data = None if found is None else log_format.unseal_chunk(key, found)
+        if row is None or data is None:
             raise DamagedCheckpointError(f"piece {index} of the outputs of checkpoint {checkpoint_id}", checkpoint_id)
-        yield "outputs", key, piece
+        yield row
         size_bytes += len(data)
         index += 1

@@ -20,6 +20,7 @@ from immortal.coordinator.config.values import (
     App,
     AppSocket,
     Callers,
+    EncryptionKey,
     Endpoint,
     File,
     Host,
@@ -276,6 +277,13 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
             default="file for a new log in a folder, else none",
         ),
     ] = None
+    encryption_key: Annotated[
+        EncryptionKey | None,
+        says(
+            "Encrypt its log, with a key from a file outside of HOME, from env:VARIABLE, or from what command:PROGRAM "
+            "writes."
+        ),
+    ] = None
     allow_data_loss: Annotated[
         bool, says("Start also where the settings of a log's server let a crash lose what was acknowledged.")
     ] = False
@@ -407,7 +415,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     @property
     def executions_days(self) -> int | None:
         """Days for which ended executions are listed; 0: without a limit; None: none is listed."""
-        if not self.keep_executions_days:
+        if not self.keep_executions_days or self.encryption_key:  # the list has arguments and results in plain
             return None
         return 0 if self.kept_days is None else max(self.keep_executions_days, self.kept_days)
 

@@ -169,13 +169,17 @@ def _conflicts(given: Mapping[str, Any], source: Source) -> Iterator[str]:
     alone = [file for file in together if file in given]
     if len(alone) == 1:
         yield f"{source.place(alone[0])}: {' and '.join(map(repr, together))} go together, one of them is missing"
+    key = given.get("encryption_key", "")
+    if key.startswith("/") and Path(os.path.realpath(key)).is_relative_to(os.path.realpath(source.path.parent)):
+        yield f"{source.field('encryption_key')}: the key lies in the home whose log it encrypts: keep it elsewhere"
     if given.get("checkpoints") is not Checkpoints.ON_STANDBY:
         return
     place = source.field("checkpoints")
     if is_in_folder(given.get("log", "")):
         yield f'{place}: "on-standby" is for a log in a database, as in log = "postgresql://..."'
-    if "log_key" in given:
-        yield f'{place}: "on-standby" goes without a log_key: only who writes a log can authenticate it'
+    for setting, does in (("log_key", "authenticate"), ("encryption_key", "encrypt")):
+        if setting in given:
+            yield f'{place}: "on-standby" goes without a {setting}: only who writes a log can {does} it'
     if given.get("replay_check") is ReplayCheck.OFF:
         yield (
             f'{place}: "on-standby" goes without replay_check = "off": a state is taken of a follower because its calls'

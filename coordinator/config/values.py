@@ -278,6 +278,11 @@ LogKey = Annotated[
         words=(LOG_KEY_FILE, NO_LOG_KEY),
     ),
 ]
+EncryptionKey = Annotated[
+    str,
+    Meta(pattern=r"\A(env:[A-Za-z_]\w*|command:\s*\S[^\0]*|/[^\0]*)\Z"),
+    kind("SOURCE", 'the absolute path of a file, "env:VARIABLE", or "command:PROGRAM ARGUMENTS"'),
+]
 PublicKeys = Annotated[
     tuple[str, ...], kind("", "a public key, 40 characters of Z85, or a list of them", read=_public_keys)
 ]

@@ -167,6 +167,7 @@ def _logs_without_names(home: Path, names: list[str]) -> Iterator[Finding]:
 
 def _extras(settings: InstanceSettings) -> Iterator[Finding]:
     needed = {
+        "encryption": settings.encryption_key is not None,
         "postgres": split_url(settings.log)[0] == "postgresql",
         "metrics": settings.metrics is not None,
     }

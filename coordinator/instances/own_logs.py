@@ -18,12 +18,19 @@ from typing import TYPE_CHECKING, Any
 from immortal.coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
 from immortal.coordinator.core.errors import DamagedCheckpointError, LogError
 from immortal.coordinator.core.interfaces import LogStore, LogSummary
-from immortal.coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated_message
+from immortal.coordinator.log.authentication import (
+    LogKey,
+    LogKeyError,
+    not_authenticated_message,
+    read_key_file,
+    reason_of,
+)
 from immortal.coordinator.log.backend import Options, Place, StandbyRegistration
 from immortal.coordinator.log.identity import LogIdentity
-from immortal.coordinator.log.open import create_log, log_exists, place_of
+from immortal.coordinator.log.open import create_log, log_exists
 from immortal.coordinator.log.open import open_log as open_log_folder
 from immortal.coordinator.log.open import open_reader as open_folder_reader
+from immortal.coordinator.log.open import place_of as place_of_log
 from immortal.coordinator.log.store import RowLogStore
 from immortal.protocol.state_envelope import PICKLE, serializer_of
 
@@ -67,7 +74,6 @@ FOLDER_NAME = "keys"  # with the pairs of immortal.coordinator.peers.keys
 KEY_FILE_NAME = "log_key"
 OWN_LOGS_FILE_NAME = "own_logs"
 _AUTHENTICATED = "authenticated"
-_OTHERS = 0o077
 HOLDER_REFRESH_S = 1.0  # between look-ups of the holder's name, which read a list of all locks
 
 
@@ -86,7 +92,7 @@ class OwnLogs:
             self.is_kept = False
             return
         except (OSError, UnicodeDecodeError) as error:
-            raise LogKeyError(f"{self.path} cannot be read: {_reason(error)}") from None
+            raise LogKeyError(f"{self.path} cannot be read: {reason_of(error)}") from None
         for line in lines:
             match line.split():
                 case [committer_id, created_ns, *rest] if rest in ([], [_AUTHENTICATED]):
@@ -132,6 +138,13 @@ class OwnLogs:
         self.is_kept = True
 
 
+def place_of(settings: InstanceSettings) -> Place:
+    """Return the place of the instance's log, with the source of the key that encrypts it. Raises LogError."""
+    place = place_of_log(settings.log)
+    place.encryption_key = settings.encryption_key or ""
+    return place
+
+
 def key_path(settings: InstanceSettings) -> Path:
     """Return the path of the file with the log's keys; the file may not exist."""
     if settings.log_key is None or settings.log_key == LOG_KEY_FILE:
@@ -141,29 +154,11 @@ def key_path(settings: InstanceSettings) -> Path:
 
 def read_keys(settings: InstanceSettings) -> tuple[LogKey, ...]:
     """Read the keys of the instance's log, the one in use first; none if there is no file. Raises LogKeyError."""
-    path = key_path(settings)
+    remedy = f"and if somebody may have read it, 'immortal log key {settings.name} --rotate'"
     try:
-        status = path.stat()
-        if status.st_mode & _OTHERS:
-            raise LogKeyError(
-                f"{path} has mode {status.st_mode & 0o777:04o}, expected 0600: others may know the key of this log;"
-                f" 'chmod 0600 {path}', and if somebody may have read it, 'immortal log key {settings.name} --rotate'"
-            )
-        lines = path.read_text("ascii").split()
+        return read_key_file(key_path(settings), remedy)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LogKeyError(f"the key of the log in {path} cannot be read: {_reason(error)}") from None
-    try:
-        keys = tuple(LogKey(bytes.fromhex(line)) for line in lines)
-    except ValueError:
-        keys = ()
-    if not keys or any(len(key.secret) != KEY_SIZE_BYTES for key in keys):  # the error does not show the line
-        raise LogKeyError(
-            f"{path} holds something else than keys of a log: one a line is expected, {2 * KEY_SIZE_BYTES} hex digits;"
-            " restore it from a copy"
-        )
-    return keys
 
 
 def add_key(settings: InstanceSettings) -> tuple[LogKey, ...]:
@@ -186,7 +181,7 @@ def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogSt
 
     ``place``: the place of the log, if the caller has it already. Raises LogError.
     """
-    log = place or settings.log
+    log = place or place_of(settings)
     own = OwnLogs(settings.folder)
     keys = read_keys(settings)
     wanted = settings.log_key is not None or own.any_authenticated
@@ -237,7 +232,7 @@ def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check
     now. Raises LogError.
     """
     own = OwnLogs(settings.folder)
-    reader = open_folder_reader(settings.log, settings.name, keys=read_keys(settings), check=check)
+    reader = open_folder_reader(place_of(settings), settings.name, keys=read_keys(settings), check=check)
     if own.any_authenticated and reader.macs is None:
         reader.close()
         raise LogKeyError(not_authenticated_message(settings.name))
@@ -264,20 +259,21 @@ def verify(settings: InstanceSettings) -> LogVerification:
     from immortal.coordinator.log.verify import verify_log
 
     own = OwnLogs(settings.folder)
-    return verify_log(settings.log, settings.name, keys=read_keys(settings), must_be_authentic=own.any_authenticated)
+    keys = read_keys(settings)
+    return verify_log(place_of(settings), settings.name, keys=keys, must_be_authentic=own.any_authenticated)
 
 
 def accept(settings: InstanceSettings) -> LogKey:
     """Authenticate the log's present contents with the key in use, since a person trusts them. Raises LogError."""
     keys = read_keys(settings) or add_key(settings)
-    with contextlib.closing(open_log_folder(settings.log, settings.name, keys=keys, accept=True)) as store:
+    with contextlib.closing(open_log_folder(place_of(settings), settings.name, keys=keys, accept=True)) as store:
         OwnLogs(settings.folder).add(store.identity, authenticated=True)
     return keys[0]
 
 
 def forget_key(settings: InstanceSettings) -> None:
     """Remove the authentication of the log; the keys stay. Raises LogError."""
-    with contextlib.closing(open_log_folder(settings.log, settings.name, accept=True)) as store:
+    with contextlib.closing(open_log_folder(place_of(settings), settings.name, accept=True)) as store:
         OwnLogs(settings.folder).forget_authentication()
         store.forget_key()
 
@@ -292,7 +288,7 @@ class InstanceLog:
         self._settings = settings
         self._log = log
         self._trust_pickle = trust_pickle
-        self._place = place_of(settings.log)
+        self._place = place_of(settings)
         self._reader: LogReader | None = None  # the last one
         self._holder = "another process"  # last known name
         self._named_s: float | None = None  # time of the last lookup
@@ -359,7 +355,7 @@ def _shared_options(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _is_authenticated(settings: InstanceSettings) -> bool:
-    with open_folder_reader(settings.log, settings.name) as reader:
+    with open_folder_reader(place_of(settings), settings.name) as reader:
         return reader.marker is not None
 
 
@@ -369,8 +365,3 @@ def _write_secretly(path: Path, text: str) -> None:
         write_atomically(path, text.encode(), mode=0o600)
     except OSError as error:
         raise LogKeyError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _reason(error: OSError | UnicodeDecodeError) -> str:
-    """Return the reason of an error without the path, which the message names already."""
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

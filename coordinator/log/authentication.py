@@ -13,6 +13,7 @@ import secrets
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -39,6 +40,7 @@ SUMMED_TABLES = (
 )
 _SUMMED = frozenset(SUMMED_TABLES)
 # META_JOURNAL is unsealed, as a backup has no journal. An attacker who changes it gets only an older state of the log.
+# Wrapped data keys are unsealed, too: each writer adds one below the MACs, and a changed one decrypts nothing.
 UNSEALED_META = frozenset((log_format.META_JOURNAL, log_format.META_SEAL))
 
 
@@ -63,6 +65,43 @@ class LogKey:
     @property
     def id(self) -> str:
         return hashlib.blake2b(self.secret, digest_size=8, person=b"immortal key id").hexdigest()
+
+
+def parse_keys(text: str, where: str) -> tuple[LogKey, ...]:
+    """Decode keys in hex, one a line, the one in use first. Raises LogKeyError, which does not show the text."""
+    try:
+        keys = tuple(LogKey(bytes.fromhex(line)) for line in text.split())
+    except ValueError:
+        keys = ()
+    if not keys or any(len(key.secret) != KEY_SIZE_BYTES for key in keys):
+        raise LogKeyError(
+            f"{where} holds something else than keys of a log: one a line is expected, {2 * KEY_SIZE_BYTES} hex digits;"
+            " restore it from a copy"
+        )
+    return keys
+
+
+def read_key_file(path: Path, if_read: str) -> tuple[LogKey, ...]:
+    """Read a file of keys. ``if_read``: the remedy if others can have read it. Raises LogKeyError, FileNotFoundError,
+    NotADirectoryError.
+    """
+    try:
+        mode = path.stat().st_mode
+        if mode & 0o077:
+            raise LogKeyError(
+                f"{path} has mode {mode & 0o777:04o}, expected 0600: others may know the key of this log;"
+                f" 'chmod 0600 {path}', {if_read}"
+            )
+        return parse_keys(path.read_text("ascii"), str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise LogKeyError(f"the key of the log in {path} cannot be read: {reason_of(error)}") from None
+
+
+def reason_of(error: OSError | UnicodeDecodeError) -> str:
+    """Return the reason of an error without the path, which the message names already."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 class Marker(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -262,4 +301,6 @@ def summed_rows(view: View, table: str) -> Iterator[tuple[bytes, Readable]]:
 
 
 def is_summed(table: str, key: bytes) -> bool:
-    return table in _SUMMED and not (table == "meta" and key in UNSEALED_META)
+    return table in _SUMMED and not (
+        table == "meta" and (key in UNSEALED_META or key.startswith(log_format.META_DATA_KEY))
+    )

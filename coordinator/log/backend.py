@@ -25,6 +25,9 @@ from immortal.protocol.varint import Readable
 Row: TypeAlias = tuple[str, bytes, Readable]  # table, key, value
 Mac: TypeAlias = Callable[[bytes], bytes]
 
+ENCRYPTION_KEY_VARIABLE = "IMMORTAL_ENCRYPTION_KEY"
+"""Environment variable with the source of the key of logs that are read by their folder or URL alone."""
+
 
 class Span(NamedTuple):
     """Rows of ``table`` with ``first`` <= key < ``end``; None: to the table's end."""
@@ -100,6 +103,11 @@ class View(Protocol):
 
     def size(self, table: str) -> TableSize: ...
 
+    @property
+    def stored(self) -> View:
+        """The same snapshot with its values as they are stored: encrypted, if the log is."""
+        return self
+
 
 class ReadBackend(Protocol):
     """Log open for reading, beside its writer. For one thread."""
@@ -159,6 +167,8 @@ class Backend(ReadBackend, Protocol):
     """Messages about damage that was repaired when the log was opened."""
     synced: Callable[[float], None] | None = None
     """Callback that gets the duration of each sync in seconds."""
+    must_append: bool = False
+    """True if the backend has rows of its own that the next :meth:`append` adds to its own."""
     problem: str = ""
     """Message about a current limitation of the backend; "": none. Any thread."""
     standbys: Sequence[Standby] = ()
@@ -218,6 +228,10 @@ class Backend(ReadBackend, Protocol):
 
     def space(self) -> LogSpace: ...
 
+    def renew_key(self) -> None:
+        """Begin a new data key with the next append, which wraps all by the operator's present key. Raises LogError."""
+        raise LogError(f"the log {self.where} is not encrypted")
+
     def check_end(self, mac: Mac | None) -> list[str]:
         """Check that all committed data is there, if the backend can tell. Return messages about the check itself.
 
@@ -273,6 +287,8 @@ class Place(Protocol):
     """The part of the URL after the scheme."""
     is_shared: bool = False
     """True if other machines can reach it: a process that finds it held becomes a follower."""
+    encryption_key: str = ""
+    """Source of the key that encrypts the log (:mod:`immortal.coordinator.log.encryption`); "": none is given."""
     sequence_id_required_min: int = -1
     """Record that the log once had: a shared log that ends before it is not opened for writing."""
 

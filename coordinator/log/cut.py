@@ -20,7 +20,7 @@ from immortal.coordinator.log.backend import Append, Backend, Finding, Row, Seve
 from immortal.coordinator.log.checkpoints import checkpoint_spans
 from immortal.coordinator.log.format import META_AUTHENTICATED, SEQUENCE_KEY
 from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_row, meta_value, verify_value
-from immortal.coordinator.log.open import Log, open_reader, place_of
+from immortal.coordinator.log.open import Log, open_reader, place_of, unlocked
 from immortal.coordinator.log.reader import LoggedValue, LogReader
 from immortal.coordinator.log.rows import Changes
 from immortal.coordinator.log.sealer import seal_after
@@ -84,13 +84,13 @@ class LogCutter:
         The rest of an authenticated log stays authenticated with the same key; the removed part is not authenticated.
         Raises LogError; then the log is unchanged.
         """
-        with contextlib.closing(self._place.open_held(self._instance_name)) as backend:
+        with contextlib.closing(unlocked(self._place, self._place.open_held(self._instance_name))) as backend:
             backend.flush()
             with backend.view() as view:
                 checkpoint_ids = cut_checkpoint_ids(view, plan.sequence_id)
                 append = self._removal(view, backend, plan.sequence_id, checkpoint_ids)
                 name = f"cut-{plan.sequence_id}-{plan.last_sequence_id}"
-                kept = backend.export_cut_rows(name, _kept_rows(view, plan.sequence_id, checkpoint_ids))
+                kept = backend.export_cut_rows(name, _kept_rows(view.stored, plan.sequence_id, checkpoint_ids))
             try:
                 backend.append(append)
             except LogFullError as error:
@@ -121,7 +121,7 @@ def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Itera
             if (
                 span.table == "meta"
                 and key == log_format.META_FORMAT
-                and view.get("meta", META_AUTHENTICATED) is not None
+                and meta_value(view, key, log_format.INT) == log_format.AUTHENTICATED_VERSION
             ):
                 yield meta_row(log_format.META_FORMAT, log_format.FORMAT_VERSION)
             elif span.table != "meta" or key != log_format.META_TRIMMED:

@@ -19,7 +19,8 @@ from immortal.protocol.varint import Readable
 
 FORMAT_VERSION = 5
 AUTHENTICATED_VERSION = 6  # of a log with a key: an older program would write without MACs
-FORMAT_VERSIONS_READ = (FORMAT_VERSION, AUTHENTICATED_VERSION)
+ENCRYPTED_VERSION = 7  # of an encrypted log, authenticated or not
+FORMAT_VERSIONS_READ = (FORMAT_VERSION, AUTHENTICATED_VERSION, ENCRYPTED_VERSION)
 CRC_SIZE_BYTES = 8
 MAC_SIZE_BYTES = 16
 OUTPUTS_PIECE_SIZE_BYTES = 1 << 20  # one LMDB value of 64 MiB would need 64 MiB of contiguous free pages
@@ -56,6 +57,7 @@ META_CLIENTS_FORGOTTEN = b"clients_forgotten_ns"
 META_SUSPECT = b"suspect"
 META_AUTHENTICATED = b"authenticated"
 META_SEAL = b"seal"
+META_DATA_KEY = b"data_key/"  # and the key's number: 8 hex digits
 META_JOURNAL = b"journal"  # the nonce of the journal that the log needs to be whole
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -48,6 +48,10 @@ class LogIdentity(Struct, frozen=True):
         """Initial value for the CRCs of files beside the tables, so that a file of another log never matches."""
         return crc64(_IDENTITY.pack(self.committer_id, self.created_ns))
 
+    @property
+    def is_encrypted(self) -> bool:
+        return self.format_version == log_format.ENCRYPTED_VERSION
+
     def rows(self) -> list[tuple[str, bytes, bytes]]:
         """Return the rows of a new log."""
         values: dict[bytes, object] = {
@@ -99,13 +103,13 @@ def check_format(view: TableReader, where: str) -> int:
     version = _required(view, where, log_format.META_FORMAT, log_format.INT)
     if version in log_format.FORMAT_VERSIONS_READ:
         return version
-    if version > log_format.AUTHENTICATED_VERSION:
+    if version > log_format.ENCRYPTED_VERSION:
         remedy = "use the newer version of the program that wrote it"
     else:
         remedy = "no release wrote it, and none reads it; move that folder away to start with a new, empty log"
     raise LogFormatError(
         f"the log in {where} has format version {version}, this program reads version"
-        f" {log_format.AUTHENTICATED_VERSION}: {remedy}"
+        f" {log_format.ENCRYPTED_VERSION}: {remedy}"
     )
 
 

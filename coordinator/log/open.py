@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from immortal.coordinator.core.errors import LogError, require
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log.authentication import LogKey
-from immortal.coordinator.log.backend import LEASE_S, Backend, Options, Place
+from immortal.coordinator.log.authentication import LogKey, LogKeyError
+from immortal.coordinator.log.backend import ENCRYPTION_KEY_VARIABLE, LEASE_S, Backend, Options, Place
 from immortal.coordinator.log.identity import LogIdentity, meta_row
 from immortal.coordinator.log.store import RowLogStore
 from immortal.coordinator.log_url import FOLDERS, split_url
@@ -119,12 +119,18 @@ def create_log(
     log_format.name_key(instance_name)
     place = place_of(log)
     options = Options(map_size_bytes, map_size_bytes_max, allow_data_loss, lease_s, endpoint, checkpoints_to)
-    identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
+    version = log_format.FORMAT_VERSION
+    if place.encryption_key:
+        from immortal.coordinator.log import encryption  # imported here, as below: most logs are not encrypted
+
+        encryption.read_keys(place.encryption_key)  # without it no log is made
+        version = log_format.ENCRYPTED_VERSION
+    identity = LogIdentity(version, instance_name, committer_id, time.time_ns())
     rows = identity.rows()
     if first_sequence_id:
         rows.append(meta_row(log_format.META_TRIMMED, first_sequence_id - 1))
     backend = place.create(identity, rows, options)
-    return _store(backend, keys, adopt=True)
+    return _store(place, backend, keys, adopt=True)
 
 
 def open_log(
@@ -152,16 +158,33 @@ def open_log(
     place = place_of(log)
     options = Options(map_size_bytes, map_size_bytes_max, allow_data_loss, lease_s, endpoint, checkpoints_to)
     backend = place.open(instance_name, options)
-    return _store(backend, keys, adopt=adopt, accept=accept)
+    return _store(place, backend, keys, adopt=adopt, accept=accept)
 
 
-def _store(backend: Backend, keys: Sequence[LogKey], *, adopt: bool = False, accept: bool = False) -> RowLogStore:
+def _store(
+    place: Place, backend: Backend, keys: Sequence[LogKey], *, adopt: bool = False, accept: bool = False
+) -> RowLogStore:
     """Return a store that owns the backend; close the backend if that fails."""
     try:
-        return RowLogStore(backend, keys, adopt=adopt, accept=accept)
+        return RowLogStore(unlocked(place, backend), keys, adopt=adopt, accept=accept)
     except BaseException:
         backend.close_uncleanly()
         raise
+
+
+def unlocked(place: Place, backend: Backend) -> Backend:
+    """Return ``backend``, or, if its log is encrypted, one over it that encrypts and decrypts. Raises LogKeyError."""
+    if backend.identity.is_encrypted:
+        from immortal.coordinator.log import encryption
+
+        return encryption.encrypted_backend(backend, place.encryption_key, writes=True)
+    if place.encryption_key:
+        name = backend.identity.instance_name
+        raise LogKeyError(
+            f"the log of {name!r} is not encrypted, and its settings have an 'encryption_key':"
+            f" 'immortal log copy {name} --to FOLDER --switch' makes an encrypted one of it"
+        )
+    return backend
 
 
 def open_reader(
@@ -177,8 +200,15 @@ def open_reader(
     """
     from immortal.coordinator.log.reader import LogReader  # imported here, as in immortal.coordinator.log
 
-    reader = LogReader(place_of(log).open_reader(instance_name))
+    place = place_of(log)
+    backend = place.open_reader(instance_name)
+    reader = LogReader(backend)
     try:
+        if backend.identity.is_encrypted:
+            from immortal.coordinator.log import encryption
+
+            source = place.encryption_key or os.environ.get(ENCRYPTION_KEY_VARIABLE, "")
+            reader = LogReader(encryption.encrypted_backend(backend, source, writes=False))
         if keys is not None:
             reader.authenticate(keys, check=check)
     except BaseException:

@@ -175,7 +175,7 @@ def seal_all(
     marker = Marker(key.id, nonce, last + 1 if first_sequence_id is None else first_sequence_id)
     macs = Macs(key, identity, marker)
     rows: list[Row] = [
-        meta_row(log_format.META_FORMAT, log_format.AUTHENTICATED_VERSION),
+        meta_row(log_format.META_FORMAT, max(identity.format_version, log_format.AUTHENTICATED_VERSION)),
         meta_row(log_format.META_AUTHENTICATED, marker),
     ]
     for checkpoint_key, _ in view.scan("checkpoints"):
@@ -206,11 +206,12 @@ def seal_after(view: View, macs: Macs, puts: Sequence[Row], deletes: Sequence[Sp
     return _seal_row(macs, head, tags)
 
 
-def unsealed(last_sequence_id: int) -> Append:
+def unsealed(last_sequence_id: int, identity: LogIdentity) -> Append:
     """Return the append that removes the log's authentication."""
+    version = identity.format_version if identity.is_encrypted else log_format.FORMAT_VERSION
     marks = (log_format.META_AUTHENTICATED, log_format.META_SEAL)
     deletes = [Span("record_seals"), Span("checkpoint_seals"), *(Span.of_one("meta", key) for key in marks)]
-    return Append(last_sequence_id, puts=[meta_row(log_format.META_FORMAT, log_format.FORMAT_VERSION)], deletes=deletes)
+    return Append(last_sequence_id, puts=[meta_row(log_format.META_FORMAT, version)], deletes=deletes)
 
 
 def _chunk_macs(view: View, macs: Macs, checkpoint_id: int) -> Iterator[bytes]:

@@ -145,7 +145,7 @@ class RowLogStore(LogStore):
         from immortal.coordinator.log import sealer
 
         self._sealer = None
-        self._append(sealer.unsealed(self._last_sequence_id))
+        self._append(sealer.unsealed(self._last_sequence_id, self.identity))
         self.backend.mark_end(None)
 
     def summary(self) -> LogSummary:
@@ -291,7 +291,7 @@ class RowLogStore(LogStore):
             self._resolve()
             with self.backend.view() as view:
                 changes, from_spilled = checkpoints.trim_step(view, keep, self._damaged_checkpoint_ids, budget)
-            if changes:
+            if changes or self.backend.must_append:
                 spill_points = (FaultPoint.DURING_SPILL_TRIM,) if from_spilled else ()
                 self._write_changes(changes, *spill_points, FaultPoint.DURING_TRIM)
         if from_spilled:

@@ -20,7 +20,7 @@ from immortal.coordinator.log.authentication import ForgedLogError, LogKey, LogK
 from immortal.coordinator.log.backend import Finding, Place, Severity, View
 from immortal.coordinator.log.format import StoredHeader
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, meta_value, verify_value
-from immortal.coordinator.log.open import Log, open_reader, place_of
+from immortal.coordinator.log.open import Log, open_log, open_reader, place_of
 from immortal.coordinator.log.reader import LogReader, TrimmedError
 from immortal.coordinator.log.repair import plan_source_repair
 from immortal.coordinator.log.view_queries import stored_headers
@@ -414,19 +414,33 @@ def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | 
     """Update the backup ``target``, at first a new or empty folder, to the last commit of the log.
 
     ``keys``: possible keys of the log; the backup is authenticated with the same key. Log and backup are verified byte
-    by byte. Raises BackupError, LogError, OSError.
+    by byte. A target with an encryption key gets an encrypted copy of a log that is not encrypted. Raises BackupError,
+    LogError, OSError.
     """
     _check_sound(verify_log(log, instance_name, keys=keys), f"the log of {instance_name!r}")
     place = place_of(target)
+    encrypts = bool(place.encryption_key)
+    place.encryption_key = place.encryption_key or place_of(log).encryption_key
     with open_reader(log, instance_name, keys=keys, check=False) as reader:
         mac = None if reader.macs is None else reader.macs.mark
         with reader.view() as view:
             first, last = first_and_last_sequence_id(view)
             checkpoints_count = len(list(stored_headers(view)))
             try:
-                copied = place.copy(view, reader.identity, mac)
+                if encrypts and not reader.identity.is_encrypted:
+                    if place.exists():
+                        raise ValueError(f"there is a log in {place.where} already: an encrypted copy is a new one")
+                    from immortal.coordinator.log.encryption import EncryptingView
+
+                    encrypted = EncryptingView(view, reader.identity, place.encryption_key)
+                    copied = place.copy(encrypted, reader.identity, None)
+                else:
+                    encrypts = False
+                    copied = place.copy(view.stored, reader.identity, mac)
             except ValueError as error:
                 raise BackupError(str(error)) from None
+    if encrypts and mac is not None:
+        open_log(place, instance_name, keys=keys or (), adopt=True).close()
     _check_sound(verify_log(place, instance_name, keys=keys), f"the backup in {place.where}")
     return Backup(first, last, copied, checkpoints_count)
 

@@ -174,7 +174,22 @@ class LogEndpoint:
 
     def trim(self, effect: ef.Trim) -> None:
         if self._writer is not None:
-            self._writer.trim(None if self._keep_ns is None else self._clock.running.before(self._keep_ns))
+            self._writer.trim(self._keep_since_ns)
+
+    @property
+    def _keep_since_ns(self) -> int | None:
+        return None if self._keep_ns is None else self._clock.running.before(self._keep_ns)
+
+    def renew_key(self) -> None:
+        """Encrypt with a new data key from here on, and wrap all by the operator's present key, once it is read."""
+        store, writer, since_ns = self.store, self._writer, self._keep_since_ns
+        if store is not None and writer is not None:
+
+            def renew() -> None:
+                store.backend.renew_key()
+                writer.trim(since_ns)  # the writer's next step, also of an idle instance
+
+            self._do(renew, "the key of the log was not renewed", "renew key")
 
     @property
     def has_inline(self) -> bool:
@@ -195,17 +210,19 @@ class LogEndpoint:
             self._is_asked = False
             self._do(store.backend.cancel_standby_request)
 
-    def _do(self, work: Callable[[], None]) -> None:
-        """Do ``work`` beside the loop.
+    def _do(
+        self, work: Callable[[], None], failed: str = "a standby could not be asked for a checkpoint", kind: str = "ask"
+    ) -> None:
+        """Do ``work`` beside the loop; report that it ``failed``.
 
-        A failure counts as no answer from the standby: the core waits only for a limited time.
+        Then a standby gives no answer: the core waits only for a limited time.
         """
 
         def done() -> ev.Event | None:
             try:
                 work()
             except LogError as error:
-                self._log.warning(f"a standby could not be asked for a checkpoint: {error}", kind="ask standby")
+                self._log.warning(f"{failed}: {error}", kind=kind)
             return None
 
         self._reads.submit(done)

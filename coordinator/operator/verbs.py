@@ -237,6 +237,7 @@ class OperatorEndpoint:
             "hand-over": self._hand_over,
             "stop": self._stop,
             "reclaim": lambda request: post(ev.Reclaimed(request)),
+            "renew-key": self._renew_key,
             **dict.fromkeys(VERBS, self._post_change),
         }
 
@@ -264,6 +265,10 @@ class OperatorEndpoint:
 
     def _checkpoint(self, request: ControlRequest) -> None:
         self._post(ev.CheckpointRequested())
+        request.answer({"asked": True})
+
+    def _renew_key(self, request: ControlRequest) -> None:
+        self._log.renew_key()
         request.answer({"asked": True})
 
     def _stop(self, request: ControlRequest) -> None:

@@ -10,8 +10,10 @@ NAME, NAME.ATTRIBUTE                 from one state: its attributes, and the ite
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -68,8 +70,9 @@ class Log(Struct):
 class Database:
     """Database that :func:`open_database` opens. ``cuts``: the cut of each log, after :meth:`prepare`."""
 
-    def __init__(self, connection: DuckDBPyConnection, logs: Sequence[Log], decode: Decode) -> None:
+    def __init__(self, connection: DuckDBPyConnection, logs: Sequence[Log], decode: Decode, scratch: Path) -> None:
         self.connection = connection
+        self._scratch = scratch
         self._logs = {log.name: log for log in logs}
         self._decode = decode
         self.cuts: dict[str, LogCut] = {}
@@ -176,7 +179,9 @@ class Database:
         """Create views: ``_logged_TABLE`` with the rows of all files, ``_shown_TABLE`` with those within the cuts."""
         for log in self._logs.values():
             if log.ranges is None:
-                log.ranges = update(log.reader, log.settings.folder)
+                # Columns are not encrypted: those of an encrypted log end with the query.
+                keeps = not log.reader.identity.is_encrypted
+                log.ranges = update(log.reader, log.settings.folder if keeps else self._scratch)
         for table, schema in TABLES.items():
             self.connection.register(f"_no_{table}", schema.empty_table())
             every = [path for log in self._logs.values() for path in log.paths(table)]
@@ -361,7 +366,8 @@ def open_database(logs: Sequence[Log], decode: Decode) -> Iterator[Database]:
         config={"autoinstall_known_extensions": False, "autoload_known_extensions": False}
     )  # it asks no other host
     try:
-        yield Database(connection, logs, decode)
+        with tempfile.TemporaryDirectory(prefix="immortal-columns-") as scratch:
+            yield Database(connection, logs, decode, Path(scratch))
     finally:
         connection.close()
 

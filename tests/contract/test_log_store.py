@@ -871,7 +871,7 @@ def test_a_newer_format(tmp_path: Path) -> None:
         transaction.put(log_format.META_FORMAT, value, db=store.backend.tables["meta"])
     store.close()
     with pytest.raises(
-        LogFormatError, match=f"format version 9, this program reads version {log_format.AUTHENTICATED_VERSION}"
+        LogFormatError, match=f"format version 9, this program reads version {log_format.ENCRYPTED_VERSION}"
     ):
         open_small(tmp_path)
     with pytest.raises(LogFormatError, match="use the newer version"):

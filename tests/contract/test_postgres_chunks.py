@@ -257,3 +257,34 @@ def test_a_log_with_a_key(url: str, objects: Path) -> None:
     assert len(path.read_bytes()) == len(sealed)
     with open_reader(url, "alice", keys=[key]) as reader, pytest.raises(DamagedCheckpointError):
         reader.read_checkpoint_chunk(1, 2)
+
+
+def test_an_encrypted_log_says_nothing_to_the_database_and_the_store(
+    postgres: Postgres, url: str, objects: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("KEY", "11" * 32)
+    place = place_of(url)
+    place.encryption_key = "env:KEY"
+    store = create_log(place, "alice", committer_id=COMMITTER_ID, checkpoints_to=f"file://{objects}")
+    store.commit(records(0, 5))
+    assert store.begin_commit(records(5, 5), 2), "a pipeline works as for any log"
+    store.finish_oldest(wait=True)
+    made = put(store, 1, 3, 3)
+    plain = store.read(0, 1 << 20)
+    store.close()
+    assert len(plain) == 10
+    assert all(b"\x01\x01" * 9 not in path.read_bytes() for path in folder(objects).iterdir())
+    name = url.partition("#")[2]
+    for column, table in (("pack", "records"), ("value", "rows")):
+        found = postgres.execute(f"SELECT {column} FROM immortal.{table} WHERE instance = '{name}'")
+        stored = b"".join(bytes(row[0]) for row in found)
+        assert stored
+        assert plain[0][16:] not in stored
+        assert made[-1] not in stored
+    with open_reader(place, "alice") as reader:
+        assert list(reader.values(0)) == plain
+        assert [reader.read_checkpoint_chunk(1, index) for index in range(4)] == made
+    store = open_log(place, "alice")
+    store.commit(records(10, 3))
+    store.close()

@@ -25,6 +25,7 @@ from immortal.coordinator.core.interfaces import (
     VersionStart,
 )
 from immortal.coordinator.log.authentication import LogKey
+from immortal.coordinator.log.open import Log
 from immortal.log import RowLogStore, create_log, open_log
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError
@@ -68,7 +69,7 @@ def put_checkpoint(store: RowLogStore, checkpoint_id: int, sequence_id: int, chu
     store.commit(Transaction(checkpoint=header))
 
 
-def write_log(folder: Path, records: int = 120, keys: Sequence[LogKey] = ()) -> None:
+def write_log(folder: Log, records: int = 120, keys: Sequence[LogKey] = ()) -> None:
     """Write a log of ``records`` records; checkpoint 1 near the beginning, 2 in the middle; no table is empty."""
     store = create_log(folder, NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24, keys=keys)
     others = {f"sender-{number:03}": SourcePosition(6, 1, number + 1) for number in range(120)}
@@ -95,7 +96,7 @@ class Contents:
     records: list[bytes]
 
 
-def read_contents(folder: Path) -> Contents:
+def read_contents(folder: Log) -> Contents:
     """Read a log as a coordinator does, opened for writing. Raises ImmortalError for damage."""
     store = open_log(folder, NAME, map_size_bytes=1 << 24)
     try:
