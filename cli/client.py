@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from immortal.appsdk.client import CallRaised, CallRefused, CallTimeout, connect, with_key
+from immortal.appsdk.client import CallRaised, CallRefused, CallTimeout, connect, start, with_key
 from immortal.appsdk.state.tree import to_json, tree
 from immortal.cli.options import name_argument, pass_registry
 from immortal.coordinator.core.formatting import time_text
@@ -42,6 +42,7 @@ from immortal.protocol.safe_output import printable, printable_json, printable_j
 )
 @click.option("--key", help="With it the call is one request, however often the command is run.")
 @click.option("--query", is_flag=True, help="METHOD is a @query: it is asked between two handlers, and not logged.")
+@click.option("--start", "start_only", is_flag=True, help="Print the call's ID once it is logged, not its result.")
 @pass_registry
 def call(
     registry: Registry,
@@ -51,18 +52,20 @@ def call(
     timeout: float,
     key: str | None,
     query: bool,
+    start_only: bool,
 ) -> None:
     """Call METHOD of an instance, and print what it returns, as JSON.
 
     Each ARGUMENT is JSON; what is none is taken as text: immortal call counter add 5 word '["a", "b"]'
     """
-    if query and key is not None:
-        raise click.UsageError("a query takes no --key: it is asked anew each time, and changes nothing")
+    if query and (key is not None or start_only):
+        raise click.UsageError("a query takes no --key and no --start: it is asked anew each time, and changes nothing")
     endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # raises with the known names
     with connect(name, home=registry.home, timeout=timeout, endpoints=endpoints) as instance:
         target: Any = instance.query if query else instance if key is None else _keyed(instance, key)
         try:
-            value = getattr(target, method)(*(_argument(text) for text in arguments))
+            asked, given = getattr(target, method), [_argument(text) for text in arguments]
+            value = start(asked, *given).id if start_only else asked(*given)
         except TypeError as error:  # an argument that can't be sent, such as half a character
             raise FailedError(str(error)) from None
         except CallRaised as error:

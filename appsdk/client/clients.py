@@ -109,7 +109,7 @@ class ProxyMethod:
     def start(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Start a call, as :func:`start` does."""
         encoded = self._method.encode(arguments, keywords)
-        made = self.handle(self._key or random_client_id())
+        made = self.handle(self._key or self._client.new_key())
         taken = self._client.start(self._method, encoded, self._timeout_s, made._key, *self._trace)
         return _after(taken, made) if isinstance(taken, Coroutine) else made
 
@@ -419,6 +419,10 @@ class _Calls:
         return self._shell.ask(_Settling(timeout_s))
 
     # --- requests with a handle --------------------------------------------------------------------------------------
+
+    def new_key(self) -> str:
+        """Return a key for a call that is started without one."""
+        return random_client_id()
 
     def start(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str, trace_context: str = ""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from immortal.appsdk.determinism.rules import (
     AWAIT,
     AWAIT_OR_FORK,
@@ -300,12 +302,12 @@ class Reader(ast.NodeVisitor):
     visit_Lambda = visit_FunctionDef  # noqa: N815 (the name is ast's)
 
     def _find_steps(self) -> set[ast.AST]:
-        """Return the functions that are passed to `immortal.step`, by name or as a lambda."""
+        """Return the functions that are passed to `immortal.step`: defined here, a lambda, or `self.method`."""
         calls = [one for one in ast.walk(self._node) if isinstance(one, ast.Call) and one.args]
         given = [one.args[0] for one in calls if is_object(self._value(one.func), step)]
         names = {one.id for one in given if isinstance(one, ast.Name)}
         functions = [one for one in ast.walk(self._node) if isinstance(one, ast.FunctionDef) and one.name in names]
-        return {*functions, *(one for one in given if isinstance(one, ast.Lambda))}
+        return {*functions, *(one for one in given if isinstance(one, ast.Lambda | ast.Attribute))}
 
     # --- findings -----------------------------------------------------------------------------------------------------
 
@@ -323,6 +325,8 @@ class Reader(ast.NodeVisitor):
             if rule.arguments_count < 0:
                 self._report_rule(node, "uses", rule)
         elif not self._source.opted_out(node):
+            if node in self._steps and isinstance(value, Bound) and isinstance(value.receiver, Instance):
+                value = replace(value, receiver=replace(value.receiver, waits=False))  # a step has the app itself
             self._search.follow(value)
 
     def visit_Name(self, node: ast.Name) -> None:

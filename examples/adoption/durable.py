@@ -44,7 +44,7 @@ class Indexing(Immortal):
 
 
 def index_document(url: str) -> int:
-    with urlopen(url) as answer:  # noqa: S310 (a document that a client named)
+    with urlopen(url) as answer:
         pages = answer.read().decode().split("\f")
     rows = [(url, number, page) for number, page in enumerate(pages)]
     with open_index() as index:  # a document that is indexed twice is in it once

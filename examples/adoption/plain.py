@@ -40,7 +40,7 @@ def index_documents(urls: list[str]) -> int:
 
 
 def index_document(url: str) -> int:
-    with urlopen(url) as answer:  # noqa: S310 (a document that a client named)
+    with urlopen(url) as answer:
         pages = answer.read().decode().split("\f")
     rows = [(url, number, page) for number, page in enumerate(pages)]
     with open_index() as index:  # a document that is indexed twice is in it once

@@ -13,7 +13,7 @@ from mkdocs.structure.pages import Page
 
 from scripts.docs_site.links import BESIDE, linked
 from scripts.docs_site.roles import without_roles
-from scripts.docs_site.tables import with_tables
+from scripts.docs_site.tables import recipe_pages, with_tables
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = {
@@ -34,10 +34,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     for module, page in reference_pages().items():
         files.append(File.generated(config, _reference(module), content=page))
+    for name, page in recipe_pages().items():
+        files.append(File.generated(config, f"how-to/recipes/{name}.md", content=page))
     decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
     assert config.nav is not None
     reference = next(section["Reference"] for section in config.nav if "Reference" in section)
     reference.append({"API": [{title: _reference(module)} for module, title in REFERENCE.items()]})
+    how_to = next(section["How-to"] for section in config.nav if "How-to" in section)
+    recipes = next(section["Recipes"] for section in how_to if "Recipes" in section)
+    recipes += [f"how-to/recipes/{name}.md" for name in recipe_pages()]
     project = len(config.nav) - 1  # the last section stays the last
     config.nav.insert(project, {"Decisions": [f"decisions/{name}" for name in decisions]})
     return files

@@ -1,4 +1,4 @@
-"""Tables that programs make. A page has a marker, ``<!-- table: NAME -->``; the site has the table there."""
+"""Tables and pages that programs make. A page has a marker, ``<!-- table: NAME -->``; the site has the table there."""
 
 from __future__ import annotations
 
@@ -47,12 +47,34 @@ def senders_table() -> Iterable[str]:
         yield f"| {row.sender} | {row.receiver} | {row.carried} | {kinds} | {types} | {row.method_ids} | {row.caller} |"
 
 
+def recipes_table() -> Iterable[str]:
+    """Yield the table of recipes, with links to their pages."""
+    yield "| recipe | content |"
+    yield "| --- | --- |"
+    for name, page in recipe_pages().items():
+        title, content = page[2:].split("\n")[:3:2]
+        yield f"| [{title}](recipes/{name}.md) | {content} |"
+
+
+def recipe_pages() -> dict[str, str]:
+    """Return a page for each recipe: its docstring, the commands at the end of that, and the program."""
+    pages = {}
+    for path in sorted((_ROOT / "examples" / "recipes").glob("*.py")):
+        docstring, program = path.read_text().removeprefix('"""').split('"""\n', 1)
+        title, text = docstring.strip().split(": ", 1)
+        text, commands = text.rsplit("\n\n", 1)
+        code = f"```sh\n{commands}\n```\n\n```python\n{program.strip()}\n```\n"
+        pages[path.stem] = f"# {title}\n\n{text[0].upper()}{text[1:]}\n\n{code}"
+    return pages
+
+
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "benchmarks": lambda: FIGURES.read_text().splitlines(),
     "faults": lambda: matrix.document().splitlines(),
     "folders": folders_table,
     "metrics": metrics_table,
     "notices": notices_table,
+    "recipes": recipes_table,
     "senders": senders_table,
     "settings": lambda: CliRunner().invoke(settings).output.splitlines(),
     "takeovers": lambda: outcomes.document().splitlines(),

@@ -595,6 +595,8 @@ def test_declared_exceptions_without_the_class(folder: Path) -> None:
         assert "add raised TooMuch(101)" in immortal(folder, "call", "counter", "add", "101", status=1)
         assert f"add raised TooMuch({2**70})" in immortal(folder, "call", "counter", "add", str(2**70), status=1)
         assert "lone surrogate" in immortal(folder, "call", "counter", "add", '"\\ud800"', status=1)
+        started = immortal(folder, "call", "counter", "add", "101", "--start", "--key", "k")
+        assert started == '"add:k"\n'  # it fails later
     finally:
         run.kill()
 

@@ -157,9 +157,17 @@ class Counter(Base):
     def uses(self) -> int:
         return self.of_both()
 
+    def close(self) -> None:  # no handler: as a step it has the app itself
+        self.total = 0
+
+    def reset(self) -> None:
+        self.total = 0  #: Counter.reset sets self.total in an async handler
+
     @rpc
     async def late(self, counter: Counter) -> int:
         print(self.total)
+        await immortal.step(self.close)
+        self.reset()
         self.total += 1  #: Counter.late sets self.total in an async handler, which is refused there, as others
         self.total: int = 5  #: sets self.total
         self.words["x"] = 5  #: changes a copy of self.words in an async handler, so the state stays as it is

@@ -96,6 +96,14 @@ class RequestClient:
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
         self._client().fork(method, arguments, key or self._calls.key(self._service.name), trace_context)
 
+    def new_key(self) -> str:
+        """Return the key of a call that is started: that of the request, so that a repeated request finds the call."""
+        return self._calls.key(self._service.name) or self._client().new_key()
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """Return what starts a call, and asks for it: start, status, result, cancel."""
+        return lambda *arguments: self._made(lambda: getattr(self._client(), name)(*arguments))
+
 
 class _NotedMethod:
     """Method that notes errors for misfitting arguments, to separate them from errors of the web server's code."""
