@@ -142,7 +142,7 @@ class Host:
         return None
 
     def _run_step(self, operation: Operation, handler: AnyHandler, arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
-        loop = self.ready.enter(None)
+        loop, self.ready.loop = self.ready.loop, None
         events._set_running_loop(None)  # a 'def' handler has none elsewhere, and a rebuild does not run it
         try:
             return self.handler_runs.run_step(operation.task.number, operation.step, handler, arguments)
