@@ -174,6 +174,7 @@ class Dispatcher:
         UpgradeError the output tells the coordinator of it.
         """
         current.life = self._nodes  # handles that are decoded now belong to this instance
+        self.tasks.ready.note_outside()
         try:
             return next(self._work)
         finally:

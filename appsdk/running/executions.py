@@ -11,6 +11,7 @@ import queue
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ class ExecutionWriter:
         self._prune_due_s = 0.0
         self._rows: dict[int, list[Any]] = {}  # begun in this batch: many end in it
         self._labels: list[tuple[int, str, str]] = []
-        self._parts: list[tuple[int, int, int, str, int]] = []
+        self._parts: deque[tuple[int, int, int, str, int]] = deque()  # noted, and not yet taken by the thread
+        self._is_woken = False  # the thread will take these parts
         self._has_stale = False
 
     # --- the handlers' thread ---------------------------------------------------------------------------------------
@@ -117,11 +119,11 @@ class ExecutionWriter:
 
     def called(self, number: int, step: int, call_number: int, destination: str) -> None:
         """Note a call that the async handler ``number`` waits for."""
-        self._put(self._write_part, number, step, call_number, destination, 1)
+        self._note_part(number, step, call_number, destination, 1)
 
     def tried(self, number: int, step: int, attempts: int) -> None:
         """Note the number of attempts of an effect."""
-        self._put(self._write_part, number, step, 0, "", attempts)
+        self._note_part(number, step, 0, "", attempts)
 
     def handled(
         self,
@@ -173,6 +175,16 @@ class ExecutionWriter:
             self._thread.start()
         self._queue.put((write, arguments))
         if self._queue.qsize() > WAITING_MAX:
+            self.flush(is_primary=False)
+
+    def _note_part(self, *part: *tuple[int, int, int, str, int]) -> None:
+        """Note a part for the thread. There can be one for each call, so it is a plain tuple, which costs least."""
+        if not self._is_broken:
+            self._parts.append(part)
+        if not self._is_woken:
+            self._is_woken = True
+            self._put(self._write_rows)
+        elif len(self._parts) > WAITING_MAX:
             self.flush(is_primary=False)
 
     # --- the thread that writes --------------------------------------------------------------------------------------
@@ -253,13 +265,12 @@ class ExecutionWriter:
 
     def _write_rows(self) -> None:
         assert self._database is not None
-        rows, self._rows, labels, self._labels, parts, self._parts = self._rows, {}, self._labels, [], self._parts, []
+        rows, self._rows, labels, self._labels = self._rows, {}, self._labels, []
+        self._is_woken = False  # before they are taken: a later one wakes the thread again
+        parts = [self._parts.popleft() for _ in range(len(self._parts))]
         self._database.executemany(_ROW, rows.values())
         self._database.executemany(_PART, parts)
         self._database.executemany("insert or replace into labels values (?, ?, ?)", labels)
-
-    def _write_part(self, number: int, step: int, call_number: int, destination: str, attempts: int) -> None:
-        self._parts.append((number, step, call_number, destination, attempts))
 
     def _write_restored(
         self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]

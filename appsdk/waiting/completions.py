@@ -171,7 +171,7 @@ class Incoming:
                     text = f"an answer of {context.source!r} to call {number}, which went to somebody else"
                     raise refused(context, WHAT, Cause.SENDER, text)
                 return
-            if (kind is _RAISED or call.result_may_hold_handles) and MARK in data and self.failed is None:
+            if MARK in data and (kind is _RAISED or call.result_may_hold_handles) and self.failed is None:
                 context.nodes.accounts.arrived(data)
             self._tasks.resolve(call, kind is _RAISED, value)
             self._tasks.drain()

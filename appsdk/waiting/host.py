@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from asyncio import events
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from immortal.appsdk.handlers.proxy import make_fork
 from immortal.appsdk.handlers.queries import Queries
 from immortal.appsdk.state.journal import SavedTask, declared_name, encode_raised
 from immortal.appsdk.waiting.impulses import Clock, Effect, Events, WaitingEffects
+from immortal.appsdk.waiting.loop import Ready
 from immortal.appsdk.waiting.operations import (
     NOTHING,
     Call,
@@ -56,7 +56,7 @@ class Host:
         self.running: Any = None  # the task whose coroutines run now
         self.executions: Any = None  # an immortal.appsdk.running.executions.ExecutionWriter, or None: no list
         self.open_labels: dict[str, str] | None = None  # of the listed 'def' handler that runs
-        self.ready: deque[asyncio.Handle] = deque()  # of all handlers (one runs at a time): a deque is large
+        self.ready = Ready()  # of all handlers (one runs at a time): it is large
         self.calls: dict[int, Call] = {}
         self.clock = Clock()
         self.effects = WaitingEffects(context)
@@ -142,12 +142,12 @@ class Host:
         return None
 
     def _run_step(self, operation: Operation, handler: AnyHandler, arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
-        loop = events._get_running_loop()
+        loop, self.ready.loop = self.ready.loop, None
         events._set_running_loop(None)  # a 'def' handler has none elsewhere, and a rebuild does not run it
         try:
             return self.handler_runs.run_step(operation.task.number, operation.step, handler, arguments)
         finally:
-            events._set_running_loop(loop)
+            self.ready.enter(loop)
 
     def register(self, operation: Operation) -> None:
         """Register an operation, so that the result with its number finds it."""

@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import math
 import sys
+import threading
 import weakref
 from asyncio import events
 from collections import deque
@@ -35,6 +36,31 @@ _NO_SUBTASKS: dict[asyncio.Task[Any], contextvars.Context] = {}
 _NO_GENERATORS: Sequence[weakref.ref[AsyncGenerator[Any, Any]]] = ()
 
 
+class Ready(deque[asyncio.Handle]):
+    """Callbacks that can run, of all loops of an instance, and the loop that runs now.
+
+    asyncio knows it too, but makes a system call at each look. ``outside``: asyncio's loop and hooks of the code that
+    lets handlers run. ``thread_id``: of the handlers.
+    """
+
+    __slots__ = ("loop", "outside", "thread_id")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread_id = threading.get_ident()
+        self.loop: HandlerLoop | None = None
+        self.note_outside()
+
+    def note_outside(self) -> None:
+        self.outside = events._get_running_loop(), sys.get_asyncgen_hooks()
+
+    def enter(self, loop: HandlerLoop | None) -> HandlerLoop | None:
+        """Make ``loop`` the running one (None: that of outside); return the one before."""
+        before, self.loop = self.loop, loop
+        events._set_running_loop(self.outside[0] if loop is None else loop)
+        return before
+
+
 class HandlerLoop(asyncio.AbstractEventLoop):
     """Asyncio loop for the coroutines of one run. ``ready``: callbacks that can run, of all loops of an instance.
 
@@ -42,13 +68,13 @@ class HandlerLoop(asyncio.AbstractEventLoop):
     instance. ``main``: the task of the handler itself. ``must_end``: run no more callbacks: the handler is over,
     whatever its coroutines do about it. ``subtasks``: tasks of the handler that have not ended, with their contexts.
     ``left``: of those, the ones that were cancelled when the handler ended; None before. ``unbegun``: futures that were
-    created and never awaited, by identity, oldest first.
+    created and never awaited, by number, oldest first.
     """
 
     __slots__ = (
         "_asyncgens",
-        "_futures_count",
         "_tasks_count",
+        "futures_count",
         "left",
         "main",
         "must_end",
@@ -61,13 +87,13 @@ class HandlerLoop(asyncio.AbstractEventLoop):
     number: int
     main: asyncio.Task[Any]
 
-    def __init__(self, ready: deque[asyncio.Handle]) -> None:
+    def __init__(self, ready: Ready) -> None:
         self.ready = ready
         self.unbegun = _NO_FUTURES
         self.subtasks = _NO_SUBTASKS
         self.left: list[asyncio.Task[Any]] | None = None
         self._asyncgens = _NO_GENERATORS
-        self._futures_count = self._tasks_count = 0
+        self.futures_count = self._tasks_count = 0
         self.must_end = False
 
     @property
@@ -88,53 +114,53 @@ class HandlerLoop(asyncio.AbstractEventLoop):
 
         Raises what ``wake`` raises, and what user code must not catch (ControlFlowSignal, an interrupt).
         """
-        outer, hooks = events._get_running_loop(), sys.get_asyncgen_hooks()
-        events._set_running_loop(self)
+        ready = self.ready
+        outer = ready.enter(self)
         sys.set_asyncgen_hooks(self._generator_begins, self._generator_is_dropped)
         try:
             if wake is not None:
                 wake(*arguments)
             is_last_turn = False
-            while self.ready and not self.must_end:
-                for _ in range(len(self.ready)):
+            while ready and not self.must_end:
+                for _ in range(len(ready)):
                     if self.must_end:
                         break
-                    self._run(self.ready.popleft())
+                    handle: Any = ready.popleft()
+                    if not handle._cancelled:
+                        try:
+                            handle._context.run(handle._callback, *handle._args)
+                        except BaseException as error:
+                            self._callback_failed(handle, error)
                 if is_last_turn:
                     break
                 is_last_turn = self.left is None and self.main.done()  # asyncio.run stops one turn after the end
         finally:
-            events._set_running_loop(outer)
-            sys.set_asyncgen_hooks(*hooks)
+            ready.enter(outer)
+            sys.set_asyncgen_hooks(*ready.outside[1])
             if not self.unbegun:
                 self.unbegun = _NO_FUTURES
 
-    def _run(self, handle: asyncio.Handle) -> None:
-        if handle._cancelled:
-            return
-        try:
-            handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
-        except BaseException as error:  # a task raises SystemExit and KeyboardInterrupt, and keeps them too
-            if isinstance(error, ControlFlowSignal) or not is_user_failure(error):
-                raise
-            if isinstance(error, Exception):
-                context = {"message": f"Exception in callback {handle}", "exception": error}
-                self.call_exception_handler(context)
+    def _callback_failed(self, handle: asyncio.Handle, error: BaseException) -> None:
+        """Report what a callback has raised; raise it if user code must not catch it."""
+        if isinstance(error, ControlFlowSignal) or not is_user_failure(error):
+            raise error
+        if isinstance(error, Exception):  # a task raises SystemExit and KeyboardInterrupt, and keeps them too
+            self.call_exception_handler({"message": f"Exception in callback {handle}", "exception": error})
 
     # --- callbacks and time -------------------------------------------------------------------------------------------
 
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
-        if events._get_running_loop() is not self:
+        handle, ready = asyncio.Handle(callback, args, self, context), self.ready
+        if ready.loop is not self or threading.get_ident() != ready.thread_id:
             if is_collecting():
                 return handle
             raise UsageError(
                 f"{self.name}: other code has touched a future or task of this handler: only its own run may, as the "
                 f"log wakes it; to tell it something use immortal.signal(...)"
             )
-        self.ready.append(handle)
+        ready.append(handle)
         return handle
 
     def call_soon_threadsafe(
@@ -204,11 +230,6 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         task.add_done_callback(self._subtask_ended)
         return task
 
-    def next_future_number(self) -> int:
-        """Return a number for a future of this loop, the same at each replay."""
-        self._futures_count += 1
-        return self._futures_count
-
     def next_task_number(self) -> int:
         """Return a number for a task of this loop, the same at each replay."""
         self._tasks_count += 1
@@ -254,8 +275,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
             future.set_exception(error)
         return future
 
-    def get_debug(self) -> bool:
-        return False
+    get_debug = bool  # False; each future and handle asks, and this calls no Python code
 
     def is_running(self) -> bool:
         return events._get_running_loop() is self
@@ -323,7 +343,7 @@ class HandlerFuture(_Numbered, asyncio.Future[Any]):
 
     def __init__(self, loop: HandlerLoop) -> None:
         super().__init__(loop=loop)
-        self._number = loop.next_future_number()
+        self._number = loop.futures_count = loop.futures_count + 1
 
 
 class HandlerTask(_Numbered, asyncio.Task[Any]):
@@ -374,19 +394,25 @@ async def _await(future: asyncio.Future[T]) -> T:
     return await future
 
 
+# Methods of asyncio that each call needs: super() would cost more than what they do.
+_make_future = asyncio.Future.__init__
+_await_future = asyncio.Future.__await__
+_call_when_done = asyncio.Future.add_done_callback
+
+
 class LazyFuture(_Numbered, asyncio.Future[T]):
     """Future that begins when it is first awaited, or passed to asyncio.gather, wait, create_task, ..."""
 
-    __slots__ = ("_is_begun", "_number", "_of")
+    __slots__ = ("_is_begun", "_number", "task")
 
     def __init__(self, loop: HandlerLoop) -> None:
-        super().__init__(loop=loop)
-        self._number = loop.next_future_number()
-        self._of = loop
+        _make_future(self, loop=loop)
+        self._number = loop.futures_count = loop.futures_count + 1
+        self.task = loop
         self._is_begun = False
         if loop.unbegun is _NO_FUTURES:
             loop.unbegun = {}
-        loop.unbegun[id(self)] = self
+        loop.unbegun[self._number] = self
 
     def __str__(self) -> str:
         raise NotImplementedError
@@ -408,24 +434,27 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self._is_begun:
             self.begin()
-        return super().__await__()
+        return _await_future(self)
 
     __iter__ = __await__
 
-    def add_done_callback(self, *args: Any, **options: Any) -> None:
+    def add_done_callback(self, fn: Callable[..., object], /, *, context: contextvars.Context | None = None) -> None:
         if not self._is_begun:
             self.begin()
-        super().add_done_callback(*args, **options)
+        _call_when_done(self, fn, context=context)
 
     def begin(self) -> None:
         """Begin, once. If that is not possible, the future ends with the error."""
         if self._is_begun or self.done():
             return
-        self._of.unbegun.pop(id(self), None)
-        if events._get_running_loop() not in (self._of, None):  # None: Python clears the coroutine away
+        task = self.task
+        task.unbegun.pop(self._number, None)
+        ready = task.ready
+        is_own = ready.loop is task and ready.thread_id == threading.get_ident()
+        if not is_own and events._get_running_loop() is not None:  # None: Python clears the coroutine away
             raise UsageError(
-                f"{self} is awaited outside of {self._of.name}: only that handler's own run can await it, and no "
-                f"effect, thread or other handler"
+                f"{self} is awaited outside of {task.name}: only that handler's own run can await it, and no effect, "
+                f"thread or other handler"
             )
         self._is_begun = True
         try:
@@ -442,20 +471,21 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
 
     def complete(self, value: Any, error: BaseException | None = None) -> None:
         """End with ``value``, or with ``error``, unless it has ended."""
-        if not self.done():
-            if isinstance(error, StopIteration):  # no future can have it
-                replacement = RuntimeError("generator raised StopIteration")  # like Python
-                replacement.__cause__ = error
-                error = replacement
-            if error is None:
-                self.set_result(value)
-            else:
-                self.set_exception(error)
+        if self.done():
+            return
+        if error is None:
+            self.set_result(value)
+            return
+        if isinstance(error, StopIteration):  # no future can have it
+            replacement = RuntimeError("generator raised StopIteration")  # like Python
+            replacement.__cause__ = error
+            error = replacement
+        self.set_exception(error)
 
     def cancel(self, msg: Any | None = None) -> bool:
         if self.done():
             return False
-        self._of.unbegun.pop(id(self), None)
+        self.task.unbegun.pop(self._number, None)
         is_cancelled = super().cancel(msg)
         if self._is_begun:
             self._drop()
@@ -520,7 +550,7 @@ class Race(LazyFuture[Winner[Any]]):
     def _start(self) -> None:
         parts, self._parts = self._parts, []
         for index, part in enumerate(parts):
-            future: asyncio.Future[Any] = asyncio.ensure_future(part, loop=self._of)
+            future: asyncio.Future[Any] = asyncio.ensure_future(part, loop=self.task)
             if self._first is not None:  # a part that was done at once has decided it
                 future.cancel()
                 continue

@@ -79,13 +79,13 @@ class Operation(LazyFuture[Any]):
     ``step``, ``what`` and ``detail``: see :mod:`appsdk.state.journal`. ``since_ns``: when it began, if it waits.
     """
 
-    __slots__ = ("detail", "number", "since_ns", "step", "task", "what")
+    __slots__ = ("detail", "number", "since_ns", "step", "what")
 
+    task: Owner
     is_immediate = False  # it waits for nothing
 
     def __init__(self, task: Owner, what: str, detail: int = 0) -> None:
-        super().__init__(task)
-        self.task = task
+        LazyFuture.__init__(self, task)  # super() would cost as much again
         self.what = what
         self.detail = detail
         self.step = 0
@@ -152,19 +152,16 @@ class _HandlerOperation(Operation):
     __slots__ = ("arguments", "encoded", "target")
 
     def __init__(self, task: Owner, target: Target, arguments: tuple[Any, ...]) -> None:
-        super().__init__(task, target.what)
+        Operation.__init__(self, task, target.what)
         self.target = target
         self.arguments = arguments
         self.encoded = b""
 
     def _start(self) -> None:
-        self.encode()
-        self.task.begin(self)
-        self.arguments, self.encoded = (), b""
-
-    def encode(self) -> None:
         self.arguments, self.encoded = self.target.codec.encoded(self.arguments)
         self.detail = crc64(self.encoded)
+        self.task.begin(self)
+        self.arguments, self.encoded = (), b""
 
     def decode(self, value: bytes) -> Any:
         return self.target.codec.decode_result(value)

@@ -161,7 +161,7 @@ class Task(Owner):
         self.runs_local_step = False
         self._error: BaseException | None = None  # with it the handler ends, whatever its coroutines do
         self.left, self.must_end = None, False
-        self._futures_count = self._tasks_count = 0
+        self.futures_count = self._tasks_count = 0
         coroutine = self.handler.call(self.tasks.make_self(self), *self.decoded_arguments())
         self._variables = self.tasks.context.run_contexts.new()
         self._variables.run(running.set, self)
@@ -170,12 +170,12 @@ class Task(Owner):
 
     @contextlib.contextmanager
     def _as_running_loop(self) -> Iterator[None]:
-        outer = events._get_running_loop()
-        events._set_running_loop(self)
+        outside, outer = events._get_running_loop(), self.ready.enter(self)
         try:
             yield
         finally:
-            events._set_running_loop(outer)
+            self.ready.loop = outer
+            events._set_running_loop(outside)
 
     @property
     def name(self) -> str:
@@ -227,7 +227,8 @@ class Task(Owner):
             before, self.tasks.running = self.tasks.running, self
             try:
                 self.run_ready(wake, arguments)
-                raise_signal(self.main)
+                if self.main.done():
+                    raise_signal(self.main)
                 if self._copies:
                     self._check_copies()
             except ContinueAs:
@@ -285,12 +286,11 @@ class Task(Owner):
 
     def resolve(self, operation: Operation, raised: bool, value: bytes, time_ns: int) -> None:
         """Resume with the result of ``operation``. Raises HandlerError."""
-        self.time_ns = time_ns
-        self._resume(operation, self._take_outcome(operation, raised, value), time_ns)
+        self.time_ns = time_ns  # which goes into the journal
+        self._resume(operation, self._take_outcome(operation, raised, value))
 
-    def _resume(self, operation: Operation, outcome: tuple[Any, ...], time_ns: int) -> None:
+    def _resume(self, operation: Operation, outcome: tuple[Any, ...]) -> None:
         self.forget(operation)
-        self.time_ns = time_ns
         self._resumed_count += 1
         self.advance(operation.complete, outcome)
 
@@ -559,7 +559,8 @@ class Task(Owner):
                 raise rebuild.mismatch(entry.step, entry, task._where_it_is())
             rebuild.use_up()
             task.entries.append(entry)
-            task._resume(operation, rebuild.outcome(operation, entry), entry.time_ns)
+            task.time_ns = entry.time_ns
+            task._resume(operation, rebuild.outcome(operation, entry))
         if task.is_done or task.pending.keys() != rebuild.pending.keys():
             raise rebuild.wrong_end(task.pending, task._steps_count, task._where_it_is())
         task._rebuild = None

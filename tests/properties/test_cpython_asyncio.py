@@ -12,13 +12,12 @@ import heapq
 import importlib
 import sys
 import unittest
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from immortal.appsdk.waiting.loop import HandlerLoop, LazyFuture
+from immortal.appsdk.waiting.loop import HandlerLoop, LazyFuture, Ready
 
 LEFT_OUT = {
     "two timers of one moment wake a handler one after the other, each in its turn": ["test_nested_timeouts"],
@@ -65,7 +64,7 @@ class DrivenLoop(HandlerLoop):
     """A handler's loop that a test runs, with a virtual clock in place of a log."""
 
     def __init__(self) -> None:
-        super().__init__(deque())
+        super().__init__(Ready())
         self.number = 1
         self.left = None  # it stops one turn behind the end of what it runs
         self._now_ns = 0
@@ -86,8 +85,9 @@ class DrivenLoop(HandlerLoop):
         return self._now_ns
 
     def start_timer(self, due_ns: int, handle: asyncio.TimerHandle) -> LazyFuture[None]:
-        heapq.heappush(self._timers, (due_ns, self.next_future_number(), handle))
-        return _Timer(self)
+        timer = _Timer(self)
+        heapq.heappush(self._timers, (due_ns, timer._number, handle))
+        return timer
 
     def report(self, text: str, error: BaseException | None) -> None:
         pass

@@ -341,9 +341,24 @@ def test_a_list_that_can_not_be_written_is_told_once_and_holds_nobody_up(tmp_pat
     for number in range(3):
         writer.began(*_row(number, 1))
         writer.flush(is_primary=True)
+        writer.called(number, 1, number + 100, "bank")
+    assert not writer._parts  # nobody would take them
     writer.close()
     (warning,) = said
     assert "the list of executions is not written any more" in warning
+
+
+def test_calls_are_listed_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executions, "WAITING_MAX", 10)
+    writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
+    writer.began(*_row(1, time.time_ns()))
+    for step in range(1, 101):
+        writer.called(1, step, step + 1000, "bank")
+        assert len(writer._parts) <= 10
+    writer.close()
+    with open_index(tmp_path, "shop") as index:
+        assert [tuple(one) for one in index.calls(1)] == [(step, step + 1000, "bank") for step in range(1, 101)]
+        assert index.caller_of(1100) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -335,6 +336,11 @@ async def on_a_signal() -> None:
     asyncio.get_running_loop().add_signal_handler(2, print)
 
 
+async def from_a_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.get_running_loop().call_soon, print).result()
+
+
 async def in_any_order() -> None:
     for one in asyncio.as_completed([later(1, "a"), later(2, "b")]):
         await one
@@ -351,6 +357,7 @@ OUTSIDE: list[tuple[Callable[[], Awaitable[Any]], list[str]]] = [
     (lambda: asyncio.start_server(print, "localhost", 1), ["create_server", "immortal.effect"]),
     (lambda: asyncio.create_subprocess_exec("true"), ["subprocess_exec", "immortal.effect"]),
     (on_a_signal, ["add_signal_handler", "immortal.effect"]),
+    (from_a_thread, ["other code has touched", "immortal.signal"]),
     (in_any_order, ["as_completed", "asyncio.create_task"]),
     (never, ["wait for each other, and for nothing that could come", "test_sdk_asyncio.py, line ", "never"]),
 ]
