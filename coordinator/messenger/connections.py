@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 import select
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from immortal.coordinator.messenger.backpressure import PendingRoom
-from immortal.coordinator.messenger.envelope import NOOP
+from immortal.coordinator.messenger.envelope import ENVELOPE_SIZE_BYTES, NOOP, EnvelopeError, decode_envelope
 from immortal.coordinator.messenger.limits import REPLY_DELAY_NS_MAX
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
@@ -148,6 +148,7 @@ class Links:
         self._wake = wake
         self._room = room
         self._by_destination: dict[str, Link] = {}
+        self._by_id: dict[int, Link] = {}
         self._link_ids = itertools.count(1)
         self._callback_ids = itertools.count(NOOP + 1)
 
@@ -186,7 +187,7 @@ class Links:
     def transmit(self, now_ns: int, *, patient: bool) -> None:
         """Send on all links that have something to send. ``patient``: True if nobody waits for the replies."""
         for link in self.sending:
-            if link.transmit(now_ns):
+            if link.transmit(now_ns, patient=patient):
                 self._poller.unread[link] = None
         self.sending.clear()
         # Messages that could not be sent wait until their link has room or a reply.
@@ -223,6 +224,7 @@ class Links:
         link = self._by_destination.pop(destination, None)
         if link is None:
             return 0
+        del self._by_id[link.link_id]
         self._close(link)
         count = len(link.outbox)
         if self._room is not None:
@@ -242,6 +244,26 @@ class Links:
             expected = link.server_key in keys if keys else link.server_key is None
             if link.pair != (security.own if keys else None) or not expected:
                 self.reopen(link)
+            else:
+                link.peer = self._peer_of(link)
+
+    def _peer_of(self, link: Link) -> str | None:
+        key = link.server_key
+        return None if key is None or self._security is None else self._security.callers.get(key)
+
+    def accept_piggybacked(self, reply: bytes, key: str | None) -> None:
+        """Give a reply that came with a message, from the owner of ``key``, to its link."""
+        try:
+            envelope = decode_envelope(reply[:ENVELOPE_SIZE_BYTES])
+        except EnvelopeError as error:
+            self._shared.counters.malformed += 1
+            self._shared.warnings.warn(f"in front of a message: {error}")
+            return
+        link = self._by_id.get(envelope.link_id)
+        if link is not None and link.server_key == key and envelope.incarnation == self._shared.incarnation:
+            link.take_reply([reply], self._shared.clock_ns())
+            if link.outbox.queued_count:  # an acknowledgement can make room
+                self.sending[link] = None
 
     def _connect(self, destination: str, link_id: int, outbox: Outbox, tried_key: str | None) -> Link:
         keys = () if self._security is None else self._security.servers(destination)
@@ -256,7 +278,8 @@ class Links:
             self._listener_changed,
             self._room,
         )
-        self._by_destination[destination] = link
+        self._by_destination[destination] = self._by_id[link_id] = link
+        link.peer = self._peer_of(link)
         self._poller.watch(link)
         return link
 
@@ -282,6 +305,7 @@ class Links:
             self._poller.unwatch(link)
             link.close()
         self._by_destination.clear()
+        self._by_id.clear()
         self.sending.clear()
 
 
@@ -291,7 +315,8 @@ CALLBACK_ID_MAX = 2**64 - 1
 class Listeners:
     """Listeners of a messenger, one for each endpoint, and the ZAP authenticator in front of those with keys.
 
-    Only the messenger's owner uses it, except counted(). ``accept_reply`` takes the replies.
+    Only the messenger's owner uses it, except counted(). ``accept_reply`` takes the replies to send,
+    ``accept_piggybacked`` those that came with messages.
     """
 
     def __init__(
@@ -299,12 +324,14 @@ class Listeners:
         shared: Shared,
         poller: Poller,
         accept_reply: Callable[[Reply | ClientReply], None],
+        accept_piggybacked: Callable[[bytes, str | None], None],
         clock_ns: Callable[[], int],
     ) -> None:
         self.all: list[Listener] = []
         self._shared = shared
         self._poller = poller
         self._accept_reply = accept_reply
+        self._accept_piggybacked = accept_piggybacked
         self._clock_ns = clock_ns
         self._authenticator: ZapAuthenticator | None = None
         self._security: Security | None = None
@@ -326,6 +353,7 @@ class Listeners:
             endpoint,
             server_loop,
             self._accept_reply,
+            self._accept_piggybacked,
             self._security if secured else None,
             secured,
             client_loop,
@@ -361,15 +389,25 @@ class Listeners:
             if listener.reopen_due_ns is not None and listener.reopen_due_ns <= now_ns:
                 listener.reopen(now_ns)
 
-    def transmit(self, replies: deque[Reply | ClientReply]) -> None:
-        """Remove and send all ``replies``."""
+    def transmit(self, replies: deque[Reply | ClientReply], now_ns: int) -> None:
+        """Remove all ``replies``, and send those that do not wait for a message to their receiver."""
         replied: dict[Listener, None] = {}
         for _ in range(len(replies)):
             reply = replies.popleft()
-            listener = reply.listener
-            if not listener.closed:
-                listener.reply(reply)
-                replied[listener] = None
+            if not reply.listener.closed and reply.listener.reply(reply, now_ns):
+                replied[reply.listener] = None
+        self._check_unread(replied)
+
+    def transmit_delayed(self) -> None:
+        """Send the replies that have waited for a message to their receiver."""
+        replied: dict[Listener, None] = {}
+        for reply in self._shared.delayed_replies.take_all():
+            if not reply.listener.closed:
+                reply.listener.send_delayed(reply)
+                replied[reply.listener] = None
+        self._check_unread(replied)
+
+    def _check_unread(self, replied: Iterable[Listener]) -> None:
         for listener in replied:
             if listener.has_unread():
                 self._poller.ready[listener] = None

@@ -1,4 +1,4 @@
-"""Receiver's side of a link: the window of received IDs, early messages, kept replies, callbacks.
+"""Receiver's side of a link: the window of received IDs, early messages, kept and delayed replies, callbacks.
 
 IDs grow by one. :class:`ReceiveWindow` accepts a message once, in any order. Beside the highest ID seen, the high-water
 mark, it keeps the complement: the IDs below that have not been seen. They are few, and the bits of one integer, so that
@@ -164,6 +164,11 @@ class LinkState(Struct, eq=False):
                 self._unexpired.pop(known, None)
         return arrival
 
+    def arrived_id(self, message_id: int) -> int:
+        """Return the highest ID up to which all have arrived, or ``message_id`` if that is higher."""
+        window = self.window
+        return max(message_id, window.complete_id) if window.missing else window.highest_seen
+
     def keep_early(self, message_id: int, message: EarlyMessage, parts: Sequence[bytes]) -> bool:
         """Keep a message until :meth:`take_early` returns it. If there is no room, return False: it counts as not
         seen."""
@@ -243,6 +248,42 @@ class LinkState(Struct, eq=False):
         self.stored.size_bytes -= size_bytes
         stored.size_bytes += size_bytes
         self.stored = stored
+
+
+class DelayedReplies(Struct, eq=False):
+    """Replies that nobody waits for: each leaves with the next message to its receiver, or at ``due_ns``. No I/O.
+
+    A receiver is a messenger's incarnation, and the name that its key stands for.
+    """
+
+    due_ns: int | None = None
+    _waiting: dict[tuple[int, str | None], list[Any]] = field(
+        default_factory=dict
+    )  # Reply (listener.py), the oldest first
+
+    def add(self, incarnation: int, peer: str | None, reply: Any, now_ns: int) -> bool:
+        """Let ``reply`` wait; return False if enough wait for that receiver already."""
+        waiting = self._waiting.setdefault((incarnation, peer), [])
+        if len(waiting) == limits.PIGGYBACKED_MAX:
+            return False
+        waiting.append(reply)
+        if self.due_ns is None:
+            self.due_ns = now_ns + limits.REPLY_DELAY_NS_MAX
+        return True
+
+    def waiting(self, incarnation: int, peer: str | None) -> Sequence[Any]:
+        return self._waiting.get((incarnation, peer), ())
+
+    def take(self, incarnation: int, peer: str | None) -> Sequence[Any]:
+        """Remove and return the replies for one receiver."""
+        taken = self._waiting.pop((incarnation, peer), ())
+        if not self._waiting:
+            self.due_ns = None
+        return taken
+
+    def take_all(self) -> list[Any]:
+        waiting, self._waiting, self.due_ns = self._waiting, {}, None
+        return [reply for replies in waiting.values() for reply in replies]
 
 
 class LinkStates(Struct, eq=False):

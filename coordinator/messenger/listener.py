@@ -18,6 +18,9 @@ from immortal.coordinator.messenger.envelope import (
     MESSAGES,
     NOOP,
     NOT_KNOWN,
+    PATIENT,
+    PIGGYBACKED,
+    PIGGYBACKED_START,
     REPLY,
     REPLY_PENDING,
     TURN,
@@ -157,6 +160,7 @@ class Listener:
         endpoint: str,
         server_loop: ServerLoop,
         accept_reply: Callable[[Reply | ClientReply], None],
+        accept_piggybacked: Callable[[bytes, str | None], None],
         security: Security | None = None,
         secured: bool = False,
         client_loop: ClientLoop | None = None,
@@ -175,6 +179,8 @@ class Listener:
         self._handshakes: HandshakeGuard | None = None
         self._refused_before = 0  # by the sockets before
         self.accept_reply = accept_reply
+        self._accept_piggybacked = accept_piggybacked
+        self._delayed = shared.delayed_replies
         self._server_loop = server_loop
         self._client_loop = client_loop
         self._incarnation = shared.incarnation
@@ -271,6 +277,7 @@ class Listener:
         return is_drained
 
     def _receive(self, watch: UnfinishedMessages | None) -> bool:
+        frames_max = self._frames_max + limits.PIGGYBACKED_MAX
         for _ in range(limits.RECEIVED_PER_TURN_MAX):
             while self._in_order and not self.closed:
                 self._give(self._in_order.popleft())
@@ -278,12 +285,12 @@ class Listener:
                 return True
             received = None
             if self._security is None:
-                parts = sockets.receive_parts(self._socket, self._frames_max, watch)
+                parts = sockets.receive_parts(self._socket, frames_max, watch)
                 if parts is None:
                     return True
                 received = self._accept(parts, None)
             else:
-                identified = sockets.receive_identified(self._socket, self._frames_max, watch)
+                identified = sockets.receive_identified(self._socket, frames_max, watch)
                 if identified is None:
                     return True
                 key, parts = identified
@@ -294,7 +301,7 @@ class Listener:
                         f"at {self.endpoint}: a message came with the key {key}, which may not call"
                     )
                 elif self._fits_role(key, peer, parts):
-                    received = self._accept(parts, peer)
+                    received = self._accept(parts, peer, key)
                 del identified
             if received is not None:
                 self._give(received)
@@ -321,12 +328,17 @@ class Listener:
         self._stranger_warnings.warn(f"at {self.endpoint}: {kind} came with the key of {peer!r}, whose role is {role}")
         return False
 
-    def _accept(self, frames: list[bytes], peer: str | None) -> Received | None:
+    def _accept(self, frames: list[bytes], peer: str | None, key: str | None = None) -> Received | None:
         """Return the message in ``frames`` if it is valid and new and, with ``ordered``, none is missing before it.
-        Give a client's frame to the client loop."""
+        Give a client's frame to the client loop, and the replies in front of a message to their links."""
         if self._client_loop is not None and len(frames) == 2 and is_client_frame(frames[1]):
             self._counters.received += 1
             self._client_loop(ClientRoute(self, frames[0], peer), frames[1])
+            return None
+        while len(frames) > 2 and frames[1].startswith(PIGGYBACKED_START):
+            self._accept_piggybacked(frames.pop(1), key)
+        del frames[self._frames_max :]
+        if self.closed:
             return None
         try:
             envelope = decode_envelope(frames[1] if len(frames) > 1 else b"")
@@ -415,11 +427,12 @@ class Listener:
             stored.source_callback_id,
         )
 
-    def reply(self, reply: Reply | ClientReply) -> None:
-        """Send a reply and keep it for duplicates of its message; a reply to a client is only sent."""
+    def reply(self, reply: Reply | ClientReply, now_ns: int) -> bool:
+        """Send a reply and keep it for duplicates of its message; a reply to a client is only sent. Return False if it
+        waits for a message to its receiver."""
         if isinstance(reply, ClientReply):
             self._reply_to_client(reply.route, reply.data)
-            return
+            return True
         _, link, envelope, parts, callback = reply
         _, _, _, _, _, message_id, _, callback_id, _ = envelope
         source_callback_id = NOOP
@@ -428,7 +441,24 @@ class Listener:
             if not link.keep_callback(source_callback_id, callback):
                 self._counters.callbacks_forgotten += 1
         link.keep_reply(message_id, callback_id, parts, source_callback_id)
+        if envelope.kind == PATIENT and self._delayed.add(link.incarnation, link.peer, reply, now_ns):
+            return False
+        for earlier in self._delayed.take(link.incarnation, link.peer):
+            self.send_delayed(earlier)
         self._send(link, REPLY, message_id, callback_id, parts, source_callback_id)
+        return True
+
+    def send_delayed(self, reply: Reply) -> None:
+        """Send a reply that has waited."""
+        envelope = reply.envelope
+        self._send(reply.link, REPLY, envelope.message_id, envelope.source_callback_id, reply.parts)
+
+    def piggybacked(self, reply: Reply) -> bytes:
+        """Encode a reply that leaves in front of a message."""
+        _, link, (_, _, _, _, _, message_id, _, callback_id, _), parts, _ = reply
+        arrived_id = link.arrived_id(message_id)
+        envelope = encode_reply(PIGGYBACKED, link.link_id, link.incarnation, message_id, arrived_id, callback_id)
+        return envelope + encode_parts(parts)
 
     def _reply_to_client(self, route: bytes, data: bytes) -> None:
         queues, send = self._client_queues, self._plain_send
@@ -446,13 +476,12 @@ class Listener:
         parts: tuple[bytes, ...],
         source_callback_id: int = NOOP,
     ) -> None:
-        window = link.window
-        arrived_id = max(message_id, window.complete_id) if window.missing else window.highest_seen
+        arrived_id = link.arrived_id(message_id)
         envelope = encode_reply(
             kind, link.link_id, self._incarnation, message_id, arrived_id, callback_id, source_callback_id
         )
         if kind == REPLY_PENDING:
-            parts = (encode_missing(window.lowest_pending_id, window.missing),)
+            parts = (encode_missing(link.window.lowest_pending_id, link.window.missing),)
         data = envelope + encode_parts(parts)
         for route in link.routes:
             if self._send_parts(route, data):

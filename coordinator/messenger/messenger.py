@@ -86,7 +86,8 @@ class Messenger:
         make_outbox = partial(Outbox, retry or RetryPolicy(), random, in_flight_max=in_flight_max)
         shared = Shared(self._context, self.incarnation, clock_ns)
         self._links = Links(shared, self._poller, make_outbox, self._wake, self._room)
-        self._listeners = Listeners(shared, self._poller, self._accept_reply, clock_ns)
+        self._listeners = Listeners(shared, self._poller, self._accept_reply, self._links.accept_piggybacked, clock_ns)
+        self._delayed = shared.delayed_replies
         self._closed = False
         self._why_closed = ""
         # Messages and replies that any thread posted and the owner has not taken yet:
@@ -94,8 +95,9 @@ class Messenger:
         self._replies: deque[Reply | ClientReply] = deque()
 
         self.patient = False
-        """True while the owner waits for no reply; it sets this before flush(). Replies to what is sent then are read
-        together with the next other input, at most REPLY_DELAY_NS_MAX later."""
+        """True while the owner waits for no reply; it sets this before flush(). Replies to what is sent then leave with
+        the next message from there, and are read together with the next other input, or after REPLY_DELAY_NS_MAX each.
+        So do the owner's own replies to such messages."""
 
         self._processing = False
         self._held = False
@@ -280,7 +282,10 @@ class Messenger:
     def next_deadline_ns(self) -> int | None:
         """Return the time, by the messenger's clock, at which process() must run even if the descriptor is not
         readable; None for never."""
-        deadline_ns = self._poller.replies_due_ns
+        deadline_ns = self._delayed.due_ns
+        replies_due_ns = self._poller.replies_due_ns
+        if replies_due_ns is not None and (deadline_ns is None or replies_due_ns < deadline_ns):
+            deadline_ns = replies_due_ns
         for link in self._links:
             check_ns = link.next_deadline_ns()
             if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
@@ -362,7 +367,7 @@ class Messenger:
         self._check_open()
         if self._processing:
             return True
-        if self.has_new or self._links.sending:
+        if self.has_new or self._links.sending or (self._delayed.due_ns is not None and not self.patient):
             if self._wake.signalled and not self._held:
                 self._wake.clear()
             self._wake.hold()
@@ -438,9 +443,11 @@ class Messenger:
     def _transmit(self, now_ns: int) -> None:
         self._take_sends()
         if self._replies:
-            self._listeners.transmit(self._replies)
+            self._listeners.transmit(self._replies, now_ns)
         if self._links.sending:
             self._links.transmit(now_ns, patient=self.patient)
+        if (due_ns := self._delayed.due_ns) is not None and (now_ns >= due_ns or not self.patient):
+            self._listeners.transmit_delayed()
 
     def _take_sends(self) -> None:
         for _ in range(len(self._messages)):
