@@ -251,19 +251,22 @@ class Links:
         key = link.server_key
         return None if key is None or self._security is None else self._security.callers.get(key)
 
-    def accept_piggybacked(self, reply: bytes, key: str | None) -> None:
-        """Give a reply that came with a message, from the owner of ``key``, to its link."""
-        try:
-            envelope = decode_envelope(reply[:ENVELOPE_SIZE_BYTES])
-        except EnvelopeError as error:
-            self._shared.counters.malformed += 1
-            self._shared.warnings.warn(f"in front of a message: {error}")
-            return
-        link = self._by_id.get(envelope.link_id)
-        if link is not None and link.server_key == key and envelope.incarnation == self._shared.incarnation:
-            link.take_reply([reply], self._shared.clock_ns())
-            if link.outbox.queued_count:  # an acknowledgement can make room
-                self.sending[link] = None
+    def take_piggybacked(self, now_ns: int) -> None:
+        """Give the replies that came with messages to their links, if the owner of the link's key sent them."""
+        shared = self._shared
+        while shared.piggybacked_replies:
+            reply, key = shared.piggybacked_replies.popleft()
+            try:
+                envelope = decode_envelope(reply[:ENVELOPE_SIZE_BYTES])
+            except EnvelopeError as error:
+                shared.counters.malformed += 1
+                shared.warnings.warn(f"behind an envelope: {error}")
+                continue
+            link = self._by_id.get(envelope.link_id)
+            if link is not None and link.server_key == key and envelope.incarnation == shared.incarnation:
+                link.take_reply([reply], now_ns)
+                if link.outbox.queued_count:  # an acknowledgement can make room
+                    self.sending[link] = None
 
     def _connect(self, destination: str, link_id: int, outbox: Outbox, tried_key: str | None) -> Link:
         keys = () if self._security is None else self._security.servers(destination)
@@ -315,8 +318,7 @@ CALLBACK_ID_MAX = 2**64 - 1
 class Listeners:
     """Listeners of a messenger, one for each endpoint, and the ZAP authenticator in front of those with keys.
 
-    Only the messenger's owner uses it, except counted(). ``accept_reply`` takes the replies to send,
-    ``accept_piggybacked`` those that came with messages.
+    Only the messenger's owner uses it, except counted(). ``accept_reply`` takes the replies.
     """
 
     def __init__(
@@ -324,14 +326,12 @@ class Listeners:
         shared: Shared,
         poller: Poller,
         accept_reply: Callable[[Reply | ClientReply], None],
-        accept_piggybacked: Callable[[bytes, str | None], None],
         clock_ns: Callable[[], int],
     ) -> None:
         self.all: list[Listener] = []
         self._shared = shared
         self._poller = poller
         self._accept_reply = accept_reply
-        self._accept_piggybacked = accept_piggybacked
         self._clock_ns = clock_ns
         self._authenticator: ZapAuthenticator | None = None
         self._security: Security | None = None
@@ -353,7 +353,6 @@ class Listeners:
             endpoint,
             server_loop,
             self._accept_reply,
-            self._accept_piggybacked,
             self._security if secured else None,
             secured,
             client_loop,

@@ -1,6 +1,6 @@
 """Envelope, the first part of each message on the wire (sender, number, who waits for the reply); messenger errors.
 
-48 bytes, all integers big-endian, the length exact::
+48 bytes, all integers big-endian::
 
     offset  size  field
          0     1  version                 2
@@ -43,9 +43,10 @@ Kind 6 means that the sender accepts a callback ID with the reply; else it is as
 kinds 1 to 5 answers it with kind 5: the sender then uses kind 1, on this connection, for messages to no callback.
 Coordinators send messages of kinds 1 and 8 alone.
 
-The reply to a message of kind 8 may wait until a message goes to its receiver, at most REPLY_DELAY_NS_MAX. In front of
-that message's envelope it is a part of its own, of kind 9, as are other such replies, at most PIGGYBACKED_MAX. Only the
-messenger with its incarnation takes it, and only from the key that it expects at the link's other end.
+The reply to a message of kind 8 may wait until a message goes to its receiver, at most REPLY_DELAY_NS_MAX. It follows
+that message's envelope, in the same part, with its size in front, and other such replies follow it, at most
+PIGGYBACKED_MAX; their kind is 9. Only the messenger with its incarnation takes one, and only from the key that it
+expects at the link's other end.
 
 A message that arrives again is answered at once: with its reply or, while there is none, with kind 4. The answer tells
 the sender that the connection and the receiver are alive, and what has arrived. Kind 4 is also sent for a message
@@ -62,7 +63,7 @@ from struct import Struct
 from struct import error as struct_error
 from typing import NamedTuple
 
-from immortal.coordinator.messenger.limits import SPAN_MAX
+from immortal.coordinator.messenger.limits import PARTS_MAX, SPAN_MAX
 from immortal.protocol.errors import ImmortalError, LimitExceededError, RemoteProtocolError
 
 
@@ -128,14 +129,13 @@ class Kind(IntEnum):
     TURN = 6  # a message of a conversation
     CALLBACK_UNKNOWN = 7
     PATIENT = 8  # a message whose reply nobody waits for
-    PIGGYBACKED = 9  # a reply in front of a message
+    PIGGYBACKED = 9  # a reply behind a message's envelope
 
 
 MESSAGE, REPLY, REPLY_EXPIRED, REPLY_PENDING, NOT_KNOWN, TURN, CALLBACK_UNKNOWN, PATIENT, PIGGYBACKED = map(int, Kind)
 MESSAGES = frozenset((MESSAGE, TURN, PATIENT))
 _REPLIES = frozenset(map(int, Kind)) - MESSAGES
 _WITH_CALLBACK = frozenset((REPLY, REPLY_EXPIRED))
-PIGGYBACKED_START = bytes((VERSION, PIGGYBACKED))
 KNOWN = b"version 2, kinds 1 to 9"
 
 
@@ -204,9 +204,10 @@ def encode_parts(parts: Iterable[bytes]) -> bytes:
     return b"".join(pieces)
 
 
-def decode_parts(data: bytes, offset: int) -> list[bytes]:
-    """Decode the parts of a reply, from ``offset`` on. Raises EnvelopeError unless they end where ``data`` does."""
-    parts = []
+def decode_parts(data: bytes, offset: int, parts_max: int = PARTS_MAX) -> list[bytes]:
+    """Decode the parts of a reply, from ``offset`` on. Raises EnvelopeError unless they end where ``data`` does, or if
+    there are more than ``parts_max``."""
+    parts: list[bytes] = []
     available = len(data)
     while offset < available:
         start = offset + _SIZE.size
@@ -215,6 +216,8 @@ def decode_parts(data: bytes, offset: int) -> list[bytes]:
         offset = start + _SIZE.unpack_from(data, offset)[0]
         if offset > available:
             raise EnvelopeError(f"a part of a reply has {offset - start} bytes, only {available - start} are left")
+        if len(parts) == parts_max:
+            raise EnvelopeError(f"more than {parts_max} parts came in one")
         parts.append(data[start:offset])
     return parts
 

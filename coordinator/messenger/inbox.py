@@ -24,7 +24,7 @@ Beyond a number of callbacks the oldest is dropped.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -250,40 +250,40 @@ class LinkState(Struct, eq=False):
         self.stored = stored
 
 
-class DelayedReplies(Struct, eq=False):
-    """Replies that nobody waits for: each leaves with the next message to its receiver, or at ``due_ns``. No I/O.
+Receiver = tuple[int, str | None]
+"""Receiver of a reply: a messenger's incarnation, and the name that its key stands for."""
 
-    A receiver is a messenger's incarnation, and the name that its key stands for.
-    """
+
+class DelayedReplies(Struct, eq=False):
+    """Replies that nobody waits for: each leaves with the next message to its receiver, or at ``due_ns``. No I/O."""
 
     due_ns: int | None = None
-    _waiting: dict[tuple[int, str | None], list[Any]] = field(
-        default_factory=dict
-    )  # Reply (listener.py), the oldest first
+    reachable: set[Receiver] = field(default_factory=set)  # links send to them, so a message may follow
+    _waiting: dict[Receiver, dict[bytes, Any]] = field(default_factory=dict)
+    """Reply (listener.py) by its bytes as part of a message, the oldest first."""
 
-    def add(self, incarnation: int, peer: str | None, reply: Any, now_ns: int) -> bool:
-        """Let ``reply`` wait; return False if enough wait for that receiver already."""
-        waiting = self._waiting.setdefault((incarnation, peer), [])
-        if len(waiting) == limits.PIGGYBACKED_MAX:
-            return False
-        waiting.append(reply)
+    def has_room(self, receiver: Receiver) -> bool:
+        return receiver in self.reachable and len(self.waiting(receiver)) < limits.PIGGYBACKED_MAX
+
+    def add(self, receiver: Receiver, reply: Any, data: bytes, now_ns: int) -> None:
+        self._waiting.setdefault(receiver, {})[data] = reply
         if self.due_ns is None:
             self.due_ns = now_ns + limits.REPLY_DELAY_NS_MAX
-        return True
 
-    def waiting(self, incarnation: int, peer: str | None) -> Sequence[Any]:
-        return self._waiting.get((incarnation, peer), ())
+    def waiting(self, receiver: Receiver) -> Collection[bytes]:
+        """Return the bytes of the replies for one receiver."""
+        return self._waiting.get(receiver, ())
 
-    def take(self, incarnation: int, peer: str | None) -> Sequence[Any]:
+    def take(self, receiver: Receiver) -> Iterable[Any]:
         """Remove and return the replies for one receiver."""
-        taken = self._waiting.pop((incarnation, peer), ())
+        taken = self._waiting.pop(receiver, {})
         if not self._waiting:
             self.due_ns = None
-        return taken
+        return taken.values()
 
     def take_all(self) -> list[Any]:
         waiting, self._waiting, self.due_ns = self._waiting, {}, None
-        return [reply for replies in waiting.values() for reply in replies]
+        return [reply for replies in waiting.values() for reply in replies.values()]
 
 
 class LinkStates(Struct, eq=False):

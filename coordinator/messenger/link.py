@@ -28,7 +28,9 @@ from immortal.coordinator.messenger.envelope import (
     decode_missing,
     decode_parts,
     encode_message,
+    encode_parts,
 )
+from immortal.coordinator.messenger.inbox import Receiver
 from immortal.coordinator.messenger.outbox import (
     Answer,
     ConversationMessage,
@@ -87,7 +89,7 @@ class Link:
         self.server_key = server_key
         self.link_id = link_id
         self.peer: str | None = None  # name that the receiver's key stands for
-        self._receiver = 0  # incarnation of the messenger that replied last; 0: none yet
+        self._receiver: Receiver = (0, None)  # who replied last; 0: nobody yet
         self.closed = False
         self.reopen_due_ns: int | None = None
         self.connected_since_ns: int | None = None  # of the last connection, by the messenger's clock
@@ -220,8 +222,10 @@ class Link:
                 raise EnvelopeError(
                     f"kind {envelope.kind} on link {envelope.link_id} came in, expected replies on link {self.link_id}"
                 )
-            if envelope.kind != PIGGYBACKED:
-                self._receiver = envelope.incarnation
+            if envelope.kind != PIGGYBACKED and self._receiver != (receiver := (envelope.incarnation, self.peer)):
+                self._delayed.reachable.discard(self._receiver)
+                self._delayed.reachable.add(receiver)
+                self._receiver = receiver
             if envelope.kind in _WITH_PARTS:
                 parts += decode_parts(reply, ENVELOPE_SIZE_BYTES)
             _, kind, _, _, _, message_id, arrived_id, given_callback_id, callback_id = envelope
@@ -277,7 +281,7 @@ class Link:
             outcome,
         )
 
-    def transmit(self, now_ns: int, *, patient: bool = False) -> bool:
+    def transmit(self, now_ns: int, *, patient: bool) -> bool:
         """Send as many messages as the limits allow; return True if unread replies are there. ``patient``: True if
         nobody waits for the replies to what is sent.
 
@@ -336,15 +340,14 @@ class Link:
         if conversation is not None and (self._knows_all_kinds or conversation.destination_callback_id):
             envelope = as_conversation_message(envelope, conversation.destination_callback_id)
         send = self._plain_send
-        replies = self._delayed.waiting(self._receiver, self.peer) if self._knows_all_kinds else ()
-        parts = (*[reply.listener.piggybacked(reply) for reply in replies], envelope, *parts)
+        replies = self._delayed.waiting(self._receiver) if self._knows_all_kinds else ()
         try:
-            send(parts[0], sockets.NOBLOCK_MORE if len(parts) > 1 else sockets.NOBLOCK)
+            send(envelope + encode_parts(replies), sockets.NOBLOCK_MORE if parts else sockets.NOBLOCK)
         except zmq.Again:
             return False
-        sockets.send_parts(send, parts[1:])
+        sockets.send_parts(send, parts)
         if replies:
-            self._delayed.take(self._receiver, self.peer)
+            self._delayed.take(self._receiver)
         if message.sent_before:
             self._counters.retried += 1
         return True
@@ -353,6 +356,7 @@ class Link:
         """Close the sockets; pending messages stay in the outbox."""
         self.closed = True
         self.connected = False
+        self._delayed.reachable.discard(self._receiver)
         if self._watcher is not None:
             sockets.unwatch(self._context, self.endpoint, self._watcher)
         if self._monitor is not None:

@@ -14,13 +14,13 @@ from immortal.coordinator.messenger import limits, sockets
 from immortal.coordinator.messenger.backpressure import ClientSendQueues
 from immortal.coordinator.messenger.envelope import (
     CALLBACK_UNKNOWN,
+    ENVELOPE_SIZE_BYTES,
     KNOWN,
     MESSAGES,
     NOOP,
     NOT_KNOWN,
     PATIENT,
     PIGGYBACKED,
-    PIGGYBACKED_START,
     REPLY,
     REPLY_PENDING,
     TURN,
@@ -31,6 +31,7 @@ from immortal.coordinator.messenger.envelope import (
     MessageTooLargeError,
     UnknownEnvelopeError,
     decode_envelope,
+    decode_parts,
     encode_missing,
     encode_parts,
     encode_reply,
@@ -160,7 +161,6 @@ class Listener:
         endpoint: str,
         server_loop: ServerLoop,
         accept_reply: Callable[[Reply | ClientReply], None],
-        accept_piggybacked: Callable[[bytes, str | None], None],
         security: Security | None = None,
         secured: bool = False,
         client_loop: ClientLoop | None = None,
@@ -179,7 +179,7 @@ class Listener:
         self._handshakes: HandshakeGuard | None = None
         self._refused_before = 0  # by the sockets before
         self.accept_reply = accept_reply
-        self._accept_piggybacked = accept_piggybacked
+        self._piggybacked = shared.piggybacked_replies
         self._delayed = shared.delayed_replies
         self._server_loop = server_loop
         self._client_loop = client_loop
@@ -277,7 +277,6 @@ class Listener:
         return is_drained
 
     def _receive(self, watch: UnfinishedMessages | None) -> bool:
-        frames_max = self._frames_max + limits.PIGGYBACKED_MAX
         for _ in range(limits.RECEIVED_PER_TURN_MAX):
             while self._in_order and not self.closed:
                 self._give(self._in_order.popleft())
@@ -285,12 +284,12 @@ class Listener:
                 return True
             received = None
             if self._security is None:
-                parts = sockets.receive_parts(self._socket, frames_max, watch)
+                parts = sockets.receive_parts(self._socket, self._frames_max, watch)
                 if parts is None:
                     return True
                 received = self._accept(parts, None)
             else:
-                identified = sockets.receive_identified(self._socket, frames_max, watch)
+                identified = sockets.receive_identified(self._socket, self._frames_max, watch)
                 if identified is None:
                     return True
                 key, parts = identified
@@ -330,22 +329,22 @@ class Listener:
 
     def _accept(self, frames: list[bytes], peer: str | None, key: str | None = None) -> Received | None:
         """Return the message in ``frames`` if it is valid and new and, with ``ordered``, none is missing before it.
-        Give a client's frame to the client loop, and the replies in front of a message to their links."""
+        Give a client's frame to the client loop, and keep the replies that come with a message for their links."""
         if self._client_loop is not None and len(frames) == 2 and is_client_frame(frames[1]):
             self._counters.received += 1
             self._client_loop(ClientRoute(self, frames[0], peer), frames[1])
             return None
-        while len(frames) > 2 and frames[1].startswith(PIGGYBACKED_START):
-            self._accept_piggybacked(frames.pop(1), key)
-        del frames[self._frames_max :]
-        if self.closed:
-            return None
+        first = frames[1] if len(frames) > 1 else b""
         try:
-            envelope = decode_envelope(frames[1] if len(frames) > 1 else b"")
+            envelope = decode_envelope(first[:ENVELOPE_SIZE_BYTES])
             if envelope.kind not in MESSAGES:
                 raise EnvelopeError(f"kind {envelope.kind} came in, expected messages")
             if len(frames) > limits.PARTS_MAX + 1:
                 raise EnvelopeError(f"a message of {len(frames)} parts came in, at most {limits.PARTS_MAX + 1}")
+            if len(first) > ENVELOPE_SIZE_BYTES:
+                self._piggybacked += [
+                    (reply, key) for reply in decode_parts(first, ENVELOPE_SIZE_BYTES, limits.PIGGYBACKED_MAX)
+                ]
         except EnvelopeError as error:
             self._counters.malformed += 1
             self._warnings.warn(f"at {self.endpoint}: {error}")
@@ -441,9 +440,13 @@ class Listener:
             if not link.keep_callback(source_callback_id, callback):
                 self._counters.callbacks_forgotten += 1
         link.keep_reply(message_id, callback_id, parts, source_callback_id)
-        if envelope.kind == PATIENT and self._delayed.add(link.incarnation, link.peer, reply, now_ns):
+        receiver = link.incarnation, link.peer
+        if envelope.kind == PATIENT and self._delayed.has_room(receiver):
+            arrived_id = link.arrived_id(message_id)
+            head = encode_reply(PIGGYBACKED, link.link_id, link.incarnation, message_id, arrived_id, callback_id)
+            self._delayed.add(receiver, reply, head + encode_parts(parts), now_ns)
             return False
-        for earlier in self._delayed.take(link.incarnation, link.peer):
+        for earlier in self._delayed.take(receiver):
             self.send_delayed(earlier)
         self._send(link, REPLY, message_id, callback_id, parts, source_callback_id)
         return True
@@ -452,13 +455,6 @@ class Listener:
         """Send a reply that has waited."""
         envelope = reply.envelope
         self._send(reply.link, REPLY, envelope.message_id, envelope.source_callback_id, reply.parts)
-
-    def piggybacked(self, reply: Reply) -> bytes:
-        """Encode a reply that leaves in front of a message."""
-        _, link, (_, _, _, _, _, message_id, _, callback_id, _), parts, _ = reply
-        arrived_id = link.arrived_id(message_id)
-        envelope = encode_reply(PIGGYBACKED, link.link_id, link.incarnation, message_id, arrived_id, callback_id)
-        return envelope + encode_parts(parts)
 
     def _reply_to_client(self, route: bytes, data: bytes) -> None:
         queues, send = self._client_queues, self._plain_send

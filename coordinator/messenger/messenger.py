@@ -86,8 +86,8 @@ class Messenger:
         make_outbox = partial(Outbox, retry or RetryPolicy(), random, in_flight_max=in_flight_max)
         shared = Shared(self._context, self.incarnation, clock_ns)
         self._links = Links(shared, self._poller, make_outbox, self._wake, self._room)
-        self._listeners = Listeners(shared, self._poller, self._accept_reply, self._links.accept_piggybacked, clock_ns)
-        self._delayed = shared.delayed_replies
+        self._listeners = Listeners(shared, self._poller, self._accept_reply, clock_ns)
+        self._delayed, self._piggybacked = shared.delayed_replies, shared.piggybacked_replies
         self._closed = False
         self._why_closed = ""
         # Messages and replies that any thread posted and the owner has not taken yet:
@@ -121,8 +121,8 @@ class Messenger:
         most PendingLimits.wait_s.
 
         ``callback`` gets the parts of the reply, once, in the owner's thread, before server loops get messages that
-        arrived at the same time. The list is empty if the receiver acknowledged but no longer keeps its reply. Raises
-        EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError.
+        arrived at the same time; after them if it came with one. The list is empty if the receiver acknowledged but
+        no longer keeps its reply. Raises EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError.
         """
         self._post(destination, message, callback, None)
 
@@ -310,6 +310,7 @@ class Messenger:
             self._links.reopen_due(now_ns)
             for turn in range(limits.TURNS_MAX):
                 self._receive()
+                self._links.take_piggybacked(now_ns)
                 if self._closed:
                     break
                 if turn == 0:
@@ -332,8 +333,11 @@ class Messenger:
         """
         self._start_processing("receive")
         try:
-            self._collect_ready(self._clock_ns(), with_replies=replies or self._poller.replies_due_ns is None)
+            now_ns, replies = self._clock_ns(), replies or self._poller.replies_due_ns is None
+            self._collect_ready(now_ns, with_replies=replies)
             self._receive()
+            if replies:
+                self._links.take_piggybacked(now_ns)
         finally:
             self._processing, self._held = False, True
             if self._closed:
@@ -347,8 +351,8 @@ class Messenger:
 
     @property
     def replies_wait(self) -> bool:
-        """True if the owner is patient and there may be unread replies."""
-        return self._poller.replies_wait
+        """True if there may be replies that receive() has left unread."""
+        return bool(self._piggybacked) or self._poller.replies_wait
 
     @property
     def has_new(self) -> bool:

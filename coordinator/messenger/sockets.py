@@ -10,7 +10,7 @@ import re
 import socket as unix_socket
 import struct
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
 import zmq
@@ -92,6 +92,7 @@ class Shared:
         self.warnings = Warnings(clock_ns)
         self.stranger_warnings = Warnings(clock_ns)  # apart, so that they hide no others
         self.delayed_replies = DelayedReplies()
+        self.piggybacked_replies: deque[tuple[bytes, str | None]] = deque()  # that came, with their sender's key
 
 
 def keep_alive(socket: Socket) -> None:

@@ -86,6 +86,13 @@ def test_replies_come_back(
     )
 
 
+def test_parts_are_limited() -> None:
+    parts = [b"one", b"", b"three"]
+    assert decode_parts(encode_parts(parts), 0, 3) == parts
+    with pytest.raises(EnvelopeError, match="more than 2 parts"):
+        decode_parts(encode_parts(parts), 0, 2)
+
+
 @pytest.mark.parametrize("size_bytes", range(48))
 def test_cut_short(size_bytes: int) -> None:
     with pytest.raises(EnvelopeError, match=f"of {size_bytes} bytes"):
