@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -390,24 +390,23 @@ class Listeners:
 
     def transmit(self, replies: deque[Reply | ClientReply], now_ns: int) -> None:
         """Remove all ``replies``, and send those that do not wait for a message to their receiver."""
-        replied: dict[Listener, None] = {}
+        is_sent = False
         for _ in range(len(replies)):
             reply = replies.popleft()
-            if not reply.listener.closed and reply.listener.reply(reply, now_ns):
-                replied[reply.listener] = None
-        self._check_unread(replied)
+            if not reply.listener.closed:
+                is_sent |= reply.listener.reply(reply, now_ns)
+        if is_sent:
+            self._check_unread()
 
     def transmit_delayed(self) -> None:
         """Send the replies that have waited for a message to their receiver."""
-        replied: dict[Listener, None] = {}
         for reply in self._shared.delayed_replies.take_all():
             if not reply.listener.closed:
                 reply.listener.send_delayed(reply)
-                replied[reply.listener] = None
-        self._check_unread(replied)
+        self._check_unread()
 
-    def _check_unread(self, replied: Iterable[Listener]) -> None:
-        for listener in replied:
+    def _check_unread(self) -> None:
+        for listener in self.all:
             if listener.has_unread():
                 self._poller.ready[listener] = None
 

@@ -282,19 +282,10 @@ class Messenger:
     def next_deadline_ns(self) -> int | None:
         """Return the time, by the messenger's clock, at which process() must run even if the descriptor is not
         readable; None for never."""
-        deadline_ns = self._delayed.due_ns
-        replies_due_ns = self._poller.replies_due_ns
-        if replies_due_ns is not None and (deadline_ns is None or replies_due_ns < deadline_ns):
-            deadline_ns = replies_due_ns
-        for link in self._links:
-            check_ns = link.next_deadline_ns()
-            if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
-                deadline_ns = check_ns
-        for listener in self._listeners.all:
-            check_ns = listener.reopen_due_ns
-            if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
-                deadline_ns = check_ns
-        return deadline_ns
+        moments_ns = [self._delayed.due_ns, self._poller.replies_due_ns]
+        moments_ns += [link.next_deadline_ns() for link in self._links]
+        moments_ns += [listener.reopen_due_ns for listener in self._listeners.all]
+        return min([moment_ns for moment_ns in moments_ns if moment_ns is not None], default=None)
 
     def process(self) -> None:
         """Receive everything, run callbacks and server loops, send and resend what is due. Never blocks.
