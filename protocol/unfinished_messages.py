@@ -179,7 +179,7 @@ class UnfinishedMessages:
     def check(self) -> None:
         """Check the bytes received, and end connections that have brought too much of one message."""
         drains, reads = self._drains, self._reads  # before the notes: each counted message has its note by then
-        is_quiet = not self._is_reading and not self._reader.poll(0)
+        is_quiet = bool(self.suspects) and not self._is_reading and not self._reader.poll(0)
         now_s = time.monotonic()
         for _ in range(len(self._noted)):
             if (one := self.suspects.pop(self._noted.popleft(), None)) is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec.structs import replace
 
 from immortal.coordinator.messenger.backpressure import PendingRoom
-from immortal.coordinator.messenger.envelope import NOOP
+from immortal.coordinator.messenger.envelope import ENVELOPE_SIZE_BYTES, NOOP, EnvelopeError, decode_envelope
 from immortal.coordinator.messenger.limits import REPLY_DELAY_NS_MAX
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
@@ -148,6 +148,7 @@ class Links:
         self._wake = wake
         self._room = room
         self._by_destination: dict[str, Link] = {}
+        self._by_id: dict[int, Link] = {}
         self._link_ids = itertools.count(1)
         self._callback_ids = itertools.count(NOOP + 1)
 
@@ -186,7 +187,7 @@ class Links:
     def transmit(self, now_ns: int, *, patient: bool) -> None:
         """Send on all links that have something to send. ``patient``: True if nobody waits for the replies."""
         for link in self.sending:
-            if link.transmit(now_ns):
+            if link.transmit(now_ns, patient=patient):
                 self._poller.unread[link] = None
         self.sending.clear()
         # Messages that could not be sent wait until their link has room or a reply.
@@ -223,6 +224,7 @@ class Links:
         link = self._by_destination.pop(destination, None)
         if link is None:
             return 0
+        del self._by_id[link.link_id]
         self._close(link)
         count = len(link.outbox)
         if self._room is not None:
@@ -242,6 +244,29 @@ class Links:
             expected = link.server_key in keys if keys else link.server_key is None
             if link.pair != (security.own if keys else None) or not expected:
                 self.reopen(link)
+            else:
+                link.peer = self._peer_of(link)
+
+    def _peer_of(self, link: Link) -> str | None:
+        key = link.server_key
+        return None if key is None or self._security is None else self._security.callers.get(key)
+
+    def take_piggybacked(self, now_ns: int) -> None:
+        """Give the replies that came with messages to their links, if the owner of the link's key sent them."""
+        shared = self._shared
+        while shared.piggybacked_replies:
+            reply, key = shared.piggybacked_replies.popleft()
+            try:
+                envelope = decode_envelope(reply[:ENVELOPE_SIZE_BYTES])
+            except EnvelopeError as error:
+                shared.counters.malformed += 1
+                shared.warnings.warn(f"behind an envelope: {error}")
+                continue
+            link = self._by_id.get(envelope.link_id)
+            if link is not None and link.server_key == key and envelope.incarnation == shared.incarnation:
+                link.take_reply([reply], now_ns)
+                if link.outbox.queued_count:  # an acknowledgement can make room
+                    self.sending[link] = None
 
     def _connect(self, destination: str, link_id: int, outbox: Outbox, tried_key: str | None) -> Link:
         keys = () if self._security is None else self._security.servers(destination)
@@ -256,7 +281,8 @@ class Links:
             self._listener_changed,
             self._room,
         )
-        self._by_destination[destination] = link
+        self._by_destination[destination] = self._by_id[link_id] = link
+        link.peer = self._peer_of(link)
         self._poller.watch(link)
         return link
 
@@ -282,6 +308,7 @@ class Links:
             self._poller.unwatch(link)
             link.close()
         self._by_destination.clear()
+        self._by_id.clear()
         self.sending.clear()
 
 
@@ -361,16 +388,25 @@ class Listeners:
             if listener.reopen_due_ns is not None and listener.reopen_due_ns <= now_ns:
                 listener.reopen(now_ns)
 
-    def transmit(self, replies: deque[Reply | ClientReply]) -> None:
-        """Remove and send all ``replies``."""
-        replied: dict[Listener, None] = {}
+    def transmit(self, replies: deque[Reply | ClientReply], now_ns: int) -> None:
+        """Remove all ``replies``, and send those that do not wait for a message to their receiver."""
+        is_sent = False
         for _ in range(len(replies)):
             reply = replies.popleft()
-            listener = reply.listener
-            if not listener.closed:
-                listener.reply(reply)
-                replied[listener] = None
-        for listener in replied:
+            if not reply.listener.closed:
+                is_sent |= reply.listener.reply(reply, now_ns)
+        if is_sent:
+            self._check_unread()
+
+    def transmit_delayed(self) -> None:
+        """Send the replies that have waited for a message to their receiver."""
+        for reply in self._shared.delayed_replies.take_all():
+            if not reply.listener.closed:
+                reply.listener.send_delayed(reply)
+        self._check_unread()
+
+    def _check_unread(self) -> None:
+        for listener in self.all:
             if listener.has_unread():
                 self._poller.ready[listener] = None
 

@@ -1,16 +1,18 @@
 """Envelope, the first part of each message on the wire (sender, number, who waits for the reply); messenger errors.
 
-48 bytes, all integers big-endian, the length exact::
+48 bytes, all integers big-endian::
 
     offset  size  field
          0     1  version                 2
          1     1  kind                    1 message, 2 reply, 3 reply that is no longer kept, 4 reply still to come,
                                           5 version or kind not known, 6 message of a conversation, 7 reply: the
-                                          callback that the message was for is not known
+                                          callback that the message was for is not known, 8 message whose reply
+                                          nobody waits for, 9 piggybacked reply
          2     2  skipped count           message: so many IDs right below its own will not be sent again.
                                           reply: 0
          4     4  link ID                 of the link that the message was sent on; not 0
-         8     8  incarnation             of the messenger that sends this envelope
+         8     8  incarnation             of the messenger that sends this envelope; in kind 9, of the one that it is
+                                          for
         16     8  message ID              per link, from 1; a reply has that of its message
         24     8  lowest pending ID       message: no ID of the link below it will be sent again; 1 to
         message ID.
@@ -18,14 +20,16 @@
                                           all, if that is higher
         32     8  source callback ID      message: what waits for the reply, 0 (NOOP) if nothing does. reply: what
                                           waits at its sender for one more message, 0 if nothing does, as always
-                                          in kinds 4, 5 and 7 and where the message was of kind 1
+                                          in kinds 4, 5, 7 and 9 and where the message was of kind 1 or 8
         40     8  destination callback ID message of kind 6: the source callback ID of a reply, 0 if it is for the
-                                          server loop alone; of kind 1: 0. reply: the message's source callback ID
+                                          server loop alone; of kinds 1 and 8: 0. reply: the message's source
+                                          callback ID
 
 A message's parts follow as parts of the ZeroMQ message, none or more. A reply is one part: the envelope, then each of
 the reply's parts with its size (4 bytes) in front; kinds 3 and 7 have no parts, kind 4 has one or none. (If a DEALER's
 connection ends while a message of several parts is read, the rest never arrives, or that of another message does.) A
-message that is sent again has the same bytes except for the lowest pending ID and the skipped count. From a DEALER to a
+message that is sent again has the same bytes except for kind (1 for 8), lowest pending ID and skipped count. From a
+DEALER to a
 ROUTER and back: ZeroMQ puts the routing ID before the envelope and takes it off.
 
 The lowest pending ID tells a new receiver that another receiver has acknowledged the IDs below, and tells an old one
@@ -37,7 +41,12 @@ Kind 5 answers an envelope of another version, or of an unknown kind, once on ea
 
 Kind 6 means that the sender accepts a callback ID with the reply; else it is as kind 1. A receiver that knows only
 kinds 1 to 5 answers it with kind 5: the sender then uses kind 1, on this connection, for messages to no callback.
-Coordinators send messages of kind 1 alone.
+Coordinators send messages of kinds 1 and 8 alone.
+
+The reply to a message of kind 8 may wait until a message goes to its receiver, at most REPLY_DELAY_NS_MAX. It follows
+that message's envelope, in the same part, with its size in front, and other such replies follow it, at most
+PIGGYBACKED_MAX; their kind is 9. Only the messenger with its incarnation takes one, and only from the key that it
+expects at the link's other end.
 
 A message that arrives again is answered at once: with its reply or, while there is none, with kind 4. The answer tells
 the sender that the connection and the receiver are alive, and what has arrived. Kind 4 is also sent for a message
@@ -54,7 +63,7 @@ from struct import Struct
 from struct import error as struct_error
 from typing import NamedTuple
 
-from immortal.coordinator.messenger.limits import SPAN_MAX
+from immortal.coordinator.messenger.limits import PARTS_MAX, SPAN_MAX
 from immortal.protocol.errors import ImmortalError, LimitExceededError, RemoteProtocolError
 
 
@@ -119,13 +128,15 @@ class Kind(IntEnum):
     NOT_KNOWN = 5
     TURN = 6  # a message of a conversation
     CALLBACK_UNKNOWN = 7
+    PATIENT = 8  # a message whose reply nobody waits for
+    PIGGYBACKED = 9  # a reply behind a message's envelope
 
 
-MESSAGE, REPLY, REPLY_EXPIRED, REPLY_PENDING, NOT_KNOWN, TURN, CALLBACK_UNKNOWN = map(int, Kind)
-MESSAGES = frozenset((MESSAGE, TURN))
+MESSAGE, REPLY, REPLY_EXPIRED, REPLY_PENDING, NOT_KNOWN, TURN, CALLBACK_UNKNOWN, PATIENT, PIGGYBACKED = map(int, Kind)
+MESSAGES = frozenset((MESSAGE, TURN, PATIENT))
 _REPLIES = frozenset(map(int, Kind)) - MESSAGES
 _WITH_CALLBACK = frozenset((REPLY, REPLY_EXPIRED))
-KNOWN = b"version 2, kinds 1 to 7"
+KNOWN = b"version 2, kinds 1 to 9"
 
 
 class Envelope(NamedTuple):
@@ -149,10 +160,11 @@ def encode_message(
     lowest_pending_id: int,
     source_callback_id: int,
     skipped_count: int = 0,
+    kind: int = MESSAGE,
 ) -> bytes:
     """Encode the envelope of a message. The caller checks the ranges; raises struct.error if a value does not fit."""
     return _LAYOUT.pack(
-        VERSION, MESSAGE, skipped_count, link_id, incarnation, message_id, lowest_pending_id, source_callback_id, NOOP
+        VERSION, kind, skipped_count, link_id, incarnation, message_id, lowest_pending_id, source_callback_id, NOOP
     )
 
 
@@ -170,7 +182,7 @@ def encode_reply(
     destination_callback_id: int,
     source_callback_id: int = NOOP,
 ) -> bytes:
-    """Encode the envelope of the reply to ``message_id``; ``kind`` is any but MESSAGE and TURN."""
+    """Encode the envelope of the reply to ``message_id``; ``kind`` is none of MESSAGES."""
     return _LAYOUT.pack(
         VERSION,
         kind,
@@ -192,9 +204,10 @@ def encode_parts(parts: Iterable[bytes]) -> bytes:
     return b"".join(pieces)
 
 
-def decode_parts(data: bytes, offset: int) -> list[bytes]:
-    """Decode the parts of a reply, from ``offset`` on. Raises EnvelopeError unless they end where ``data`` does."""
-    parts = []
+def decode_parts(data: bytes, offset: int, parts_max: int = PARTS_MAX) -> list[bytes]:
+    """Decode the parts of a reply, from ``offset`` on. Raises EnvelopeError unless they end where ``data`` does, or if
+    there are more than ``parts_max``."""
+    parts: list[bytes] = []
     available = len(data)
     while offset < available:
         start = offset + _SIZE.size
@@ -203,6 +216,8 @@ def decode_parts(data: bytes, offset: int) -> list[bytes]:
         offset = start + _SIZE.unpack_from(data, offset)[0]
         if offset > available:
             raise EnvelopeError(f"a part of a reply has {offset - start} bytes, only {available - start} are left")
+        if len(parts) == parts_max:
+            raise EnvelopeError(f"more than {parts_max} parts came in one")
         parts.append(data[start:offset])
     return parts
 
@@ -237,10 +252,10 @@ def decode_envelope(data: bytes) -> Envelope:
     if not link_id or not message_id:
         raise EnvelopeError(f"an envelope with link ID {link_id}, message ID {message_id} came in; neither is 0")
     if kind in MESSAGES:
-        if not 1 <= lowest_pending_id <= message_id or (destination and kind == MESSAGE):
+        if not 1 <= lowest_pending_id <= message_id or (destination and kind != TURN):
             raise EnvelopeError(
                 f"message {message_id} came in with lowest pending ID {lowest_pending_id} (from 1 to its own ID) "
-                f"and destination callback ID {destination} (0 in kind 1)"
+                f"and destination callback ID {destination} (0 except in kind {TURN})"
             )
     elif kind in _REPLIES:
         if lowest_pending_id < message_id or skipped_count or (source and kind not in _WITH_CALLBACK):

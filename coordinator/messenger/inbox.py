@@ -1,4 +1,4 @@
-"""Receiver's side of a link: the window of received IDs, early messages, kept replies, callbacks.
+"""Receiver's side of a link: the window of received IDs, early messages, kept and delayed replies, callbacks.
 
 IDs grow by one. :class:`ReceiveWindow` accepts a message once, in any order. Beside the highest ID seen, the high-water
 mark, it keeps the complement: the IDs below that have not been seen. They are few, and the bits of one integer, so that
@@ -24,7 +24,7 @@ Beyond a number of callbacks the oldest is dropped.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -164,6 +164,11 @@ class LinkState(Struct, eq=False):
                 self._unexpired.pop(known, None)
         return arrival
 
+    def arrived_id(self, message_id: int) -> int:
+        """Return the highest ID up to which all have arrived, or ``message_id`` if that is higher."""
+        window = self.window
+        return max(message_id, window.complete_id) if window.missing else window.highest_seen
+
     def keep_early(self, message_id: int, message: EarlyMessage, parts: Sequence[bytes]) -> bool:
         """Keep a message until :meth:`take_early` returns it. If there is no room, return False: it counts as not
         seen."""
@@ -243,6 +248,42 @@ class LinkState(Struct, eq=False):
         self.stored.size_bytes -= size_bytes
         stored.size_bytes += size_bytes
         self.stored = stored
+
+
+Receiver = tuple[int, str | None]
+"""Receiver of a reply: a messenger's incarnation, and the name that its key stands for."""
+
+
+class DelayedReplies(Struct, eq=False):
+    """Replies that nobody waits for: each leaves with the next message to its receiver, or at ``due_ns``. No I/O."""
+
+    due_ns: int | None = None
+    reachable: set[Receiver] = field(default_factory=set)  # links send to them, so a message may follow
+    _waiting: dict[Receiver, dict[bytes, Any]] = field(default_factory=dict)
+    """Reply (listener.py) by its bytes as part of a message, the oldest first."""
+
+    def has_room(self, receiver: Receiver) -> bool:
+        return receiver in self.reachable and len(self.waiting(receiver)) < limits.PIGGYBACKED_MAX
+
+    def add(self, receiver: Receiver, reply: Any, data: bytes, now_ns: int) -> None:
+        self._waiting.setdefault(receiver, {})[data] = reply
+        if self.due_ns is None:
+            self.due_ns = now_ns + limits.REPLY_DELAY_NS_MAX
+
+    def waiting(self, receiver: Receiver) -> Collection[bytes]:
+        """Return the bytes of the replies for one receiver."""
+        return self._waiting.get(receiver, ())
+
+    def take(self, receiver: Receiver) -> Iterable[Any]:
+        """Remove and return the replies for one receiver."""
+        taken = self._waiting.pop(receiver, {})
+        if not self._waiting:
+            self.due_ns = None
+        return taken.values()
+
+    def take_all(self) -> list[Any]:
+        waiting, self._waiting, self.due_ns = self._waiting, {}, None
+        return [reply for replies in waiting.values() for reply in replies.values()]
 
 
 class LinkStates(Struct, eq=False):

@@ -144,9 +144,13 @@ RETRANSMIT_LIKELY_NS_MIN = 1_000_000
 # ones.
 RETRANSMIT_NS_PER_BYTE = 100
 
-# Longest delay of replies while the owner is patient: they are read with the next other input, or after this time.
-# Below the shortest time before a message is sent again.
+# Longest delay of replies that nobody waits for, at each side: they leave with the next message to their receiver, and
+# are read with its next other input, or after this time. Twice this is below the shortest time before a message is sent
+# again.
 REPLY_DELAY_NS_MAX = 10_000_000
+
+# Replies that leave with one message. Their sender waits no longer when so many have gathered.
+PIGGYBACKED_MAX = 4
 
 # Shortest interval between two warnings about misbehaving peers.
 WARNING_INTERVAL_NS = 5_000_000_000

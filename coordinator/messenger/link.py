@@ -12,8 +12,11 @@ from immortal.coordinator.messenger.backpressure import PendingRoom
 from immortal.coordinator.messenger.envelope import (
     CALLBACK_UNKNOWN,
     ENVELOPE_SIZE_BYTES,
+    MESSAGE,
     MESSAGES,
     NOT_KNOWN,
+    PATIENT,
+    PIGGYBACKED,
     REPLY,
     REPLY_EXPIRED,
     REPLY_PENDING,
@@ -25,7 +28,9 @@ from immortal.coordinator.messenger.envelope import (
     decode_missing,
     decode_parts,
     encode_message,
+    encode_parts,
 )
+from immortal.coordinator.messenger.inbox import Receiver
 from immortal.coordinator.messenger.outbox import (
     Answer,
     ConversationMessage,
@@ -41,7 +46,7 @@ _OUTCOMES = {
     REPLY_EXPIRED: Outcome.REPLY_EXPIRED,
     CALLBACK_UNKNOWN: Outcome.CALLBACK_UNKNOWN,
 }
-_WITH_PARTS = frozenset((REPLY, REPLY_PENDING))
+_WITH_PARTS = frozenset((REPLY, REPLY_PENDING, PIGGYBACKED))
 _CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -79,16 +84,19 @@ class Link:
         self.endpoint = endpoint
         self.outbox = outbox
         self._room = room
-        self._supports_conversations = True  # False once the receiver has said so on this connection
+        self._knows_all_kinds = True  # False once the receiver has said on this connection that it does not
         self.pair = pair
         self.server_key = server_key
         self.link_id = link_id
+        self.peer: str | None = None  # name that the receiver's key stands for
+        self._receiver: Receiver = (0, None)  # who replied last; 0: nobody yet
         self.closed = False
         self.reopen_due_ns: int | None = None
         self.connected_since_ns: int | None = None  # of the last connection, by the messenger's clock
         self._incarnation = shared.incarnation
         self._counters = shared.counters
         self._warnings = shared.warnings
+        self._delayed = shared.delayed_replies
         self._monitor: sockets.Socket | None = None
         self._watcher: sockets.Watcher | None = None
         self._context = context = shared.context
@@ -138,7 +146,7 @@ class Link:
             if self.connected:
                 self.connected_since_ns = now_ns
                 self.reopen_due_ns = None
-                self._supports_conversations = True
+                self._knows_all_kinds = True
                 self.outbox.retransmit_all()
             elif kind in _FAILED:
                 self._handshake_failed(kind, now_ns)
@@ -189,12 +197,16 @@ class Link:
             parts = sockets.receive_parts(self._socket)
             if parts is None:
                 return True
-            callback = self._acknowledge(parts, now_ns)
-            if callback is not None:
-                callback(parts)
+            self.take_reply(parts, now_ns)
             if not self.closed and not self._plain_get(sockets.EVENTS) & sockets.POLLIN:  # type: ignore[operator]
                 return True
         return False
+
+    def take_reply(self, parts: list[bytes], now_ns: int) -> None:
+        """Handle a reply and run its callback."""
+        callback = self._acknowledge(parts, now_ns)
+        if callback is not None:
+            callback(parts)
 
     def _acknowledge(self, parts: list[bytes], now_ns: int) -> ReplyCallback | None:
         """Handle a received reply: replace ``parts`` by its own parts; return the callback for them, if any."""
@@ -210,6 +222,10 @@ class Link:
                 raise EnvelopeError(
                     f"kind {envelope.kind} on link {envelope.link_id} came in, expected replies on link {self.link_id}"
                 )
+            if envelope.kind != PIGGYBACKED and self._receiver != (receiver := (envelope.incarnation, self.peer)):
+                self._delayed.reachable.discard(self._receiver)
+                self._delayed.reachable.add(receiver)
+                self._receiver = receiver
             if envelope.kind in _WITH_PARTS:
                 parts += decode_parts(reply, ENVELOPE_SIZE_BYTES)
             _, kind, _, _, _, message_id, arrived_id, given_callback_id, callback_id = envelope
@@ -255,29 +271,31 @@ class Link:
         """Warn that the receiver, of another build, dropped an envelope unknown there; it tells once per connection."""
         self._counters.malformed += 1
         outcome = "dropped"
-        if self._supports_conversations and self.outbox.has_conversations:
-            self._supports_conversations = False
+        if self._knows_all_kinds:
+            self._knows_all_kinds = False
             self.outbox.retransmit_all()
-            outcome = "conversations end there with the first reply, what is for a callback waits"
+            if self.outbox.has_conversations:
+                outcome = "conversations end there with the first reply, what is for a callback waits"
         self._warnings.warn(
             f"from {self.endpoint}: what was sent is not known there, which is of another build: it knows {known!r}",
             outcome,
         )
 
-    def transmit(self, now_ns: int) -> bool:
-        """Send as many messages as the limits allow; return True if unread replies are there.
+    def transmit(self, now_ns: int, *, patient: bool) -> bool:
+        """Send as many messages as the limits allow; return True if unread replies are there. ``patient``: True if
+        nobody waits for the replies to what is sent.
 
         Sending and reading EVENTS make ZeroMQ notice new room and new replies, and reset its descriptor. So EVENTS is
         read last, and its value decides.
         """
         while True:
-            blocked = self._send_queued(now_ns)
+            blocked = self._send_queued(now_ns, patient)
             events = self._plain_get(sockets.EVENTS)
             assert isinstance(events, int)
             if not (blocked and events & sockets.POLLOUT):
                 return bool(events & sockets.POLLIN)
 
-    def _send_queued(self, now_ns: int) -> bool:
+    def _send_queued(self, now_ns: int, patient: bool) -> bool:
         """Send as many messages as the limits allow; return True if ZeroMQ had no room for all of them."""
         outbox = self.outbox
         count = 0
@@ -288,7 +306,7 @@ class Link:
                 message = outbox.next_to_send()
                 if not self.connected or message is None:
                     break
-            if not self._send(message):
+            if not self._send(message, patient):
                 blocked = True
                 break
             outbox.mark_sent(message, now_ns)
@@ -304,9 +322,12 @@ class Link:
             if events & sockets.POLLIN:
                 self.read_monitor(now_ns)
 
-    def _send(self, message: PendingMessage) -> bool:
-        """Send one whole message; return False if ZeroMQ has no room for it."""
+    def _send(self, message: PendingMessage, patient: bool) -> bool:
+        """Send one whole message, with the replies that wait for it; return False if ZeroMQ has no room for it."""
         parts, conversation = message.parts, message.conversation
+        is_last = self.outbox.queued_count == 1  # others may wait for the room that its reply makes
+        is_small = message.size_bytes < limits.LARGE_PART_SIZE_BYTES
+        can_wait = patient and is_last and is_small and not message.sent_before and self._knows_all_kinds
         envelope = encode_message(
             self.link_id,
             self._incarnation,
@@ -314,15 +335,19 @@ class Link:
             self.outbox.lowest_pending_id,
             message.callback_id,
             self.outbox.skipped_count(message),
+            PATIENT if can_wait else MESSAGE,
         )
-        if conversation is not None and (self._supports_conversations or conversation.destination_callback_id):
+        if conversation is not None and (self._knows_all_kinds or conversation.destination_callback_id):
             envelope = as_conversation_message(envelope, conversation.destination_callback_id)
         send = self._plain_send
+        replies = self._delayed.waiting(self._receiver) if self._knows_all_kinds else ()
         try:
-            send(envelope, sockets.NOBLOCK_MORE if parts else sockets.NOBLOCK)
+            send(envelope + encode_parts(replies), sockets.NOBLOCK_MORE if parts else sockets.NOBLOCK)
         except zmq.Again:
             return False
         sockets.send_parts(send, parts)
+        if replies:
+            self._delayed.take(self._receiver)
         if message.sent_before:
             self._counters.retried += 1
         return True
@@ -331,6 +356,7 @@ class Link:
         """Close the sockets; pending messages stay in the outbox."""
         self.closed = True
         self.connected = False
+        self._delayed.reachable.discard(self._receiver)
         if self._watcher is not None:
             sockets.unwatch(self._context, self.endpoint, self._watcher)
         if self._monitor is not None:

@@ -14,10 +14,13 @@ from immortal.coordinator.messenger import limits, sockets
 from immortal.coordinator.messenger.backpressure import ClientSendQueues
 from immortal.coordinator.messenger.envelope import (
     CALLBACK_UNKNOWN,
+    ENVELOPE_SIZE_BYTES,
     KNOWN,
     MESSAGES,
     NOOP,
     NOT_KNOWN,
+    PATIENT,
+    PIGGYBACKED,
     REPLY,
     REPLY_PENDING,
     TURN,
@@ -28,6 +31,7 @@ from immortal.coordinator.messenger.envelope import (
     MessageTooLargeError,
     UnknownEnvelopeError,
     decode_envelope,
+    decode_parts,
     encode_missing,
     encode_parts,
     encode_reply,
@@ -175,6 +179,8 @@ class Listener:
         self._handshakes: HandshakeGuard | None = None
         self._refused_before = 0  # by the sockets before
         self.accept_reply = accept_reply
+        self._piggybacked = shared.piggybacked_replies
+        self._delayed = shared.delayed_replies
         self._server_loop = server_loop
         self._client_loop = client_loop
         self._incarnation = shared.incarnation
@@ -294,7 +300,7 @@ class Listener:
                         f"at {self.endpoint}: a message came with the key {key}, which may not call"
                     )
                 elif self._fits_role(key, peer, parts):
-                    received = self._accept(parts, peer)
+                    received = self._accept(parts, peer, key)
                 del identified
             if received is not None:
                 self._give(received)
@@ -321,19 +327,24 @@ class Listener:
         self._stranger_warnings.warn(f"at {self.endpoint}: {kind} came with the key of {peer!r}, whose role is {role}")
         return False
 
-    def _accept(self, frames: list[bytes], peer: str | None) -> Received | None:
+    def _accept(self, frames: list[bytes], peer: str | None, key: str | None = None) -> Received | None:
         """Return the message in ``frames`` if it is valid and new and, with ``ordered``, none is missing before it.
-        Give a client's frame to the client loop."""
+        Give a client's frame to the client loop, and keep the replies that come with a message for their links."""
         if self._client_loop is not None and len(frames) == 2 and is_client_frame(frames[1]):
             self._counters.received += 1
             self._client_loop(ClientRoute(self, frames[0], peer), frames[1])
             return None
+        first = frames[1] if len(frames) > 1 else b""
         try:
-            envelope = decode_envelope(frames[1] if len(frames) > 1 else b"")
+            envelope = decode_envelope(first[:ENVELOPE_SIZE_BYTES])
             if envelope.kind not in MESSAGES:
                 raise EnvelopeError(f"kind {envelope.kind} came in, expected messages")
             if len(frames) > limits.PARTS_MAX + 1:
                 raise EnvelopeError(f"a message of {len(frames)} parts came in, at most {limits.PARTS_MAX + 1}")
+            if len(first) > ENVELOPE_SIZE_BYTES:
+                self._piggybacked += [
+                    (reply, key) for reply in decode_parts(first, ENVELOPE_SIZE_BYTES, limits.PIGGYBACKED_MAX)
+                ]
         except EnvelopeError as error:
             self._counters.malformed += 1
             self._warnings.warn(f"at {self.endpoint}: {error}")
@@ -415,11 +426,12 @@ class Listener:
             stored.source_callback_id,
         )
 
-    def reply(self, reply: Reply | ClientReply) -> None:
-        """Send a reply and keep it for duplicates of its message; a reply to a client is only sent."""
+    def reply(self, reply: Reply | ClientReply, now_ns: int) -> bool:
+        """Send a reply and keep it for duplicates of its message; a reply to a client is only sent. Return False if it
+        waits for a message to its receiver."""
         if isinstance(reply, ClientReply):
             self._reply_to_client(reply.route, reply.data)
-            return
+            return True
         _, link, envelope, parts, callback = reply
         _, _, _, _, _, message_id, _, callback_id, _ = envelope
         source_callback_id = NOOP
@@ -428,7 +440,21 @@ class Listener:
             if not link.keep_callback(source_callback_id, callback):
                 self._counters.callbacks_forgotten += 1
         link.keep_reply(message_id, callback_id, parts, source_callback_id)
+        receiver = link.incarnation, link.peer
+        if envelope.kind == PATIENT and self._delayed.has_room(receiver):
+            arrived_id = link.arrived_id(message_id)
+            head = encode_reply(PIGGYBACKED, link.link_id, link.incarnation, message_id, arrived_id, callback_id)
+            self._delayed.add(receiver, reply, head + encode_parts(parts), now_ns)
+            return False
+        for earlier in self._delayed.take(receiver):
+            self.send_delayed(earlier)
         self._send(link, REPLY, message_id, callback_id, parts, source_callback_id)
+        return True
+
+    def send_delayed(self, reply: Reply) -> None:
+        """Send a reply that has waited."""
+        envelope = reply.envelope
+        self._send(reply.link, REPLY, envelope.message_id, envelope.source_callback_id, reply.parts)
 
     def _reply_to_client(self, route: bytes, data: bytes) -> None:
         queues, send = self._client_queues, self._plain_send
@@ -446,13 +472,12 @@ class Listener:
         parts: tuple[bytes, ...],
         source_callback_id: int = NOOP,
     ) -> None:
-        window = link.window
-        arrived_id = max(message_id, window.complete_id) if window.missing else window.highest_seen
+        arrived_id = link.arrived_id(message_id)
         envelope = encode_reply(
             kind, link.link_id, self._incarnation, message_id, arrived_id, callback_id, source_callback_id
         )
         if kind == REPLY_PENDING:
-            parts = (encode_missing(window.lowest_pending_id, window.missing),)
+            parts = (encode_missing(link.window.lowest_pending_id, link.window.missing),)
         data = envelope + encode_parts(parts)
         for route in link.routes:
             if self._send_parts(route, data):

@@ -87,6 +87,7 @@ class Messenger:
         shared = Shared(self._context, self.incarnation, clock_ns)
         self._links = Links(shared, self._poller, make_outbox, self._wake, self._room)
         self._listeners = Listeners(shared, self._poller, self._accept_reply, clock_ns)
+        self._delayed, self._piggybacked = shared.delayed_replies, shared.piggybacked_replies
         self._closed = False
         self._why_closed = ""
         # Messages and replies that any thread posted and the owner has not taken yet:
@@ -94,8 +95,9 @@ class Messenger:
         self._replies: deque[Reply | ClientReply] = deque()
 
         self.patient = False
-        """True while the owner waits for no reply; it sets this before flush(). Replies to what is sent then are read
-        together with the next other input, at most REPLY_DELAY_NS_MAX later."""
+        """True while the owner waits for no reply; it sets this before flush(). Replies to what is sent then leave with
+        the next message from there, and are read together with the next other input, or after REPLY_DELAY_NS_MAX each.
+        So do the owner's own replies to such messages."""
 
         self._processing = False
         self._held = False
@@ -119,8 +121,8 @@ class Messenger:
         most PendingLimits.wait_s.
 
         ``callback`` gets the parts of the reply, once, in the owner's thread, before server loops get messages that
-        arrived at the same time. The list is empty if the receiver acknowledged but no longer keeps its reply. Raises
-        EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError.
+        arrived at the same time; after them if it came with one. The list is empty if the receiver acknowledged but
+        no longer keeps its reply. Raises EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError.
         """
         self._post(destination, message, callback, None)
 
@@ -280,16 +282,10 @@ class Messenger:
     def next_deadline_ns(self) -> int | None:
         """Return the time, by the messenger's clock, at which process() must run even if the descriptor is not
         readable; None for never."""
-        deadline_ns = self._poller.replies_due_ns
-        for link in self._links:
-            check_ns = link.next_deadline_ns()
-            if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
-                deadline_ns = check_ns
-        for listener in self._listeners.all:
-            check_ns = listener.reopen_due_ns
-            if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
-                deadline_ns = check_ns
-        return deadline_ns
+        moments_ns = [self._delayed.due_ns, self._poller.replies_due_ns]
+        moments_ns += [link.next_deadline_ns() for link in self._links]
+        moments_ns += [listener.reopen_due_ns for listener in self._listeners.all]
+        return min([moment_ns for moment_ns in moments_ns if moment_ns is not None], default=None)
 
     def process(self) -> None:
         """Receive everything, run callbacks and server loops, send and resend what is due. Never blocks.
@@ -305,6 +301,7 @@ class Messenger:
             self._links.reopen_due(now_ns)
             for turn in range(limits.TURNS_MAX):
                 self._receive()
+                self._links.take_piggybacked(now_ns)
                 if self._closed:
                     break
                 if turn == 0:
@@ -327,8 +324,11 @@ class Messenger:
         """
         self._start_processing("receive")
         try:
-            self._collect_ready(self._clock_ns(), with_replies=replies or self._poller.replies_due_ns is None)
+            now_ns, replies = self._clock_ns(), replies or self._poller.replies_due_ns is None
+            self._collect_ready(now_ns, with_replies=replies)
             self._receive()
+            if replies:
+                self._links.take_piggybacked(now_ns)
         finally:
             self._processing, self._held = False, True
             if self._closed:
@@ -342,8 +342,8 @@ class Messenger:
 
     @property
     def replies_wait(self) -> bool:
-        """True if the owner is patient and there may be unread replies."""
-        return self._poller.replies_wait
+        """True if there may be replies that receive() has left unread."""
+        return bool(self._piggybacked) or self._poller.replies_wait
 
     @property
     def has_new(self) -> bool:
@@ -362,7 +362,7 @@ class Messenger:
         self._check_open()
         if self._processing:
             return True
-        if self.has_new or self._links.sending:
+        if self.has_new or self._links.sending or (self._delayed.due_ns is not None and not self.patient):
             if self._wake.signalled and not self._held:
                 self._wake.clear()
             self._wake.hold()
@@ -438,9 +438,11 @@ class Messenger:
     def _transmit(self, now_ns: int) -> None:
         self._take_sends()
         if self._replies:
-            self._listeners.transmit(self._replies)
+            self._listeners.transmit(self._replies, now_ns)
         if self._links.sending:
             self._links.transmit(now_ns, patient=self.patient)
+        if (due_ns := self._delayed.due_ns) is not None and (now_ns >= due_ns or not self.patient):
+            self._listeners.transmit_delayed()
 
     def _take_sends(self) -> None:
         for _ in range(len(self._messages)):

@@ -175,6 +175,11 @@ class Outbox(Struct, eq=False):
         return message
 
     @property
+    def queued_count(self) -> int:
+        """Number of messages that wait to be sent, for the first time or again, or were acknowledged meanwhile."""
+        return len(self._queue)
+
+    @property
     def all_sent(self) -> bool:
         """True if no message waits to be sent, for the first time or again."""
         return not any(message.pending for message in self._queue)

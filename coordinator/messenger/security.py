@@ -225,8 +225,9 @@ class HandshakeGuard:
         if unfinished is not None:
             poller.register(unfinished.descriptor, zmq.POLLIN)
         check_due_s = 0.0
-        while self._wake.descriptor not in dict(poller.poll(self._wait_ms())):
-            self._read_monitor()
+        while self._wake.descriptor not in (ready := dict(poller.poll(self._wait_ms()))):
+            if self._monitor in ready:
+                self._read_monitor()
             if unfinished is not None:
                 unfinished.check()
             now_s = time.monotonic()

@@ -10,7 +10,7 @@ import re
 import socket as unix_socket
 import struct
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
 import zmq
@@ -18,6 +18,7 @@ from msgspec import Struct, field
 
 from immortal.coordinator.messenger import limits
 from immortal.coordinator.messenger.envelope import EndpointError, EndpointInUseError, MessageTooLargeError
+from immortal.coordinator.messenger.inbox import DelayedReplies
 from immortal.protocol.safe_output import RateLimit
 from immortal.protocol.unfinished_messages import UnfinishedMessages
 
@@ -86,9 +87,12 @@ class Shared:
     def __init__(self, context: Context, incarnation: int, clock_ns: Callable[[], int]) -> None:
         self.context = context
         self.incarnation = incarnation
+        self.clock_ns = clock_ns
         self.counters = Counters()
         self.warnings = Warnings(clock_ns)
         self.stranger_warnings = Warnings(clock_ns)  # apart, so that they hide no others
+        self.delayed_replies = DelayedReplies()
+        self.piggybacked_replies: deque[tuple[bytes, str | None]] = deque()  # that came, with their sender's key
 
 
 def keep_alive(socket: Socket) -> None:

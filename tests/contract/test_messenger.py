@@ -29,7 +29,12 @@ from immortal.coordinator.messenger.envelope import (
     encode_parts,
     encode_reply,
 )
-from immortal.coordinator.messenger.limits import RECONNECT_REFUSED_NS, REPLY_DELAY_NS_MAX
+from immortal.coordinator.messenger.limits import (
+    LARGE_PART_SIZE_BYTES,
+    PIGGYBACKED_MAX,
+    RECONNECT_REFUSED_NS,
+    REPLY_DELAY_NS_MAX,
+)
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import Listener
 from immortal.messenger import (
@@ -1050,12 +1055,19 @@ def test_who_only_receives_sends_nothing_before_the_flush(house: House) -> None:
 
 
 def become_patient(
-    house: House, sender: Messenger, endpoint: str, given: list[Received], replies: list[list[bytes]]
+    house: House,
+    sender: Messenger,
+    endpoint: str,
+    given: list[Received],
+    replies: list[list[bytes]],
+    *,
+    echoes: bool = False,
 ) -> None:
     """With a connection, and one reply that has come."""
     sender.send_message(endpoint, b"finds the connection", replies.append)
-    house.drive(lambda: given)
-    given.pop().reply()
+    if not echoes:
+        house.drive(lambda: given)
+        given.pop().reply()
     house.drive(lambda: replies)
     sender.patient = True
 
@@ -1140,6 +1152,120 @@ def test_who_waits_for_room_is_not_patient(house: House) -> None:
     for received in given[:2]:
         received.reply()
     house.drive(lambda: len(given) == 3)  # the clock stands still
+
+
+class Pair:
+    """Two patient messengers that send to each other, with connections both ways, whose clock stands still."""
+
+    def __init__(self, house: House) -> None:
+        self.house = house
+        self.one, self.other = house.messenger(), house.messenger()
+        self.given: list[Received] = []
+        self.replies: list[list[bytes]] = []
+        self.to_one = self.one.listen(house.endpoint(), echo)
+        self.to_other = self.other.listen(house.endpoint(), self.given.append, ordered=True)
+        become_patient(house, self.one, self.to_other, self.given, self.replies)
+        become_patient(house, self.other, self.to_one, [], [], echoes=True)
+        self.replies.clear()
+
+    def call(self, *parts: bytes) -> None:
+        """Send to the other one, which replies as it gets the message."""
+        self.one.send_message(self.to_other, parts, self.replies.append)
+        self.house.drive(lambda: self.given)
+        self.given.pop().reply(*parts)
+        self.house.settle()
+
+
+def test_a_reply_that_nobody_waits_for_comes_with_the_next_message(house: House) -> None:
+    pair = Pair(house)
+    pair.call(b"1", b"two parts")
+    pair.call(b"2")
+    assert pair.replies == []
+    back: list[list[bytes]] = []
+    pair.other.send_message(pair.to_one, b"the other way", back.append)
+    house.drive(lambda: len(pair.replies) == 2)
+    assert pair.replies == [[b"1", b"two parts"], [b"2"]]
+    assert pair.one.pending_count(pair.to_other) == 0
+    assert pair.other._delayed.due_ns is None
+    house.clock.now_ns += REPLY_DELAY_NS_MAX
+    house.drive(lambda: back == [[b"the other way"]])
+    assert pair.one.counters().duplicates_dropped == 0
+
+
+def test_a_reply_that_nobody_waits_for_leaves_by_itself_after_a_while(house: House) -> None:
+    pair = Pair(house)
+    pair.call(b"1")
+    assert pair.replies == []
+    assert pair.other.next_deadline_ns() == house.clock.now_ns + REPLY_DELAY_NS_MAX
+    house.clock.now_ns += REPLY_DELAY_NS_MAX
+    house.drive(lambda: pair.replies == [[b"1"]])
+
+
+@pytest.mark.parametrize("why", ["many", "urgent", "large", "impatient"])
+def test_replies_do_not_wait_for_a_message(house: House, why: str) -> None:
+    """Enough of them do not, nor those before another one, nor that to much data, nor those of an owner that waits."""
+    pair = Pair(house)
+    pair.call(b"first")
+    if why == "many":
+        for _ in range(PIGGYBACKED_MAX):
+            pair.call(b"one more")
+    elif why == "large":
+        pair.call(bytes(LARGE_PART_SIZE_BYTES))
+    elif why == "impatient":
+        pair.other.patient = False
+        pair.other.flush()
+    else:
+        pair.one.patient = False
+        pair.call(b"another one")
+    assert pair.other._delayed.due_ns is None, "all have left"
+    count = {"many": PIGGYBACKED_MAX + 1, "impatient": 1}.get(why, 2)
+
+    def all_read() -> bool:
+        house.clock.now_ns += REPLY_DELAY_NS_MAX  # when a patient owner reads what has come
+        return len(pair.replies) == count
+
+    house.drive(all_read)
+    assert pair.replies[0] == [b"first"]
+
+
+def test_a_piggybacked_reply_that_is_lost_is_asked_for_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(house)
+    monkeypatch.setattr(pair.one._links[pair.to_other], "take_reply", lambda parts, now_ns: None)
+    pair.call(b"1")
+    pair.other.send_message(pair.to_one, b"the other way")
+    house.drive(lambda: pair.one.counters().received == 2)
+    monkeypatch.undo()
+    house.settle()
+    assert pair.replies == []
+    house.clock.now_ns += 10**9
+    house.drive(lambda: pair.other.counters().replies_resent)
+    house.clock.now_ns += REPLY_DELAY_NS_MAX
+    house.drive(lambda: pair.replies == [[b"1"]])
+
+
+@pytest.mark.parametrize("forged", ["incarnation", "link", "key", "size", None])
+def test_a_piggybacked_reply_is_taken_only_from_the_links_other_end(house: House, forged: str | None) -> None:
+    pair = Pair(house)
+    pair.one.send_message(pair.to_other, b"1", pair.replies.append)
+    house.drive(lambda: pair.given)
+    link = pair.one._links[pair.to_other]
+    reply = encode_reply(
+        Kind.PIGGYBACKED,
+        link.link_id + (forged == "link"),
+        pair.one.incarnation + (forged == "incarnation"),
+        2,
+        2,
+        link.outbox._pending[2].callback_id,
+    )
+    if forged == "key":
+        link.server_key = "another one"
+    dealer = house.raw(zmq.DEALER)
+    dealer.connect(pair.to_one)
+    reply = reply[:-1] if forged == "size" else reply + encode_parts([b"yes"])
+    dealer.send_multipart([encode_message(1, 7, 1, 1, 0) + encode_parts([reply]), b"its own"])
+    house.drive(lambda: pair.one.counters().received == 2)
+    assert pair.replies == ([] if forged else [[b"yes"]])
+    dealer.close(0)
 
 
 def test_a_send_from_another_thread_makes_the_descriptor_readable(house: House) -> None:

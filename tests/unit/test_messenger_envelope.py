@@ -25,7 +25,7 @@ from immortal.coordinator.messenger.envelope import (
 )
 from immortal.coordinator.messenger.limits import SPAN_MAX
 
-REPLIES = [kind for kind in Kind if kind not in (Kind.MESSAGE, Kind.TURN)]
+REPLIES = [kind for kind in Kind if kind not in (Kind.MESSAGE, Kind.TURN, Kind.PATIENT)]
 U32, U64 = st.integers(1, 2**32 - 1), st.integers(0, 2**64 - 1)
 MESSAGE = encode_message(
     link_id=2, incarnation=3, message_id=5, lowest_pending_id=4, source_callback_id=6, skipped_count=1
@@ -86,6 +86,13 @@ def test_replies_come_back(
     )
 
 
+def test_parts_are_limited() -> None:
+    parts = [b"one", b"", b"three"]
+    assert decode_parts(encode_parts(parts), 0, 3) == parts
+    with pytest.raises(EnvelopeError, match="more than 2 parts"):
+        decode_parts(encode_parts(parts), 0, 2)
+
+
 @pytest.mark.parametrize("size_bytes", range(48))
 def test_cut_short(size_bytes: int) -> None:
     with pytest.raises(EnvelopeError, match=f"of {size_bytes} bytes"):
@@ -106,7 +113,8 @@ def fields(*values: int) -> bytes:
     [
         ("version 1", fields(1, 1, 0, 2, 3, 5, 4, 6, 0)),
         ("kind 0", fields(2, 0, 0, 2, 3, 5, 5, 0, 0)),
-        ("kind 8", fields(2, 8, 0, 2, 3, 5, 5, 0, 0)),
+        ("kind 10", fields(2, 10, 0, 2, 3, 5, 5, 0, 0)),
+        ("destination callback ID 1", fields(2, 8, 0, 2, 3, 5, 4, 6, 1)),
         ("skipped count 1", fields(2, 2, 1, 2, 3, 5, 5, 0, 6)),
         ("link ID 0", fields(2, 1, 0, 0, 3, 5, 4, 6, 0)),
         ("message ID 0", fields(2, 2, 0, 2, 3, 0, 0, 0, 0)),
