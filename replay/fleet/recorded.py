@@ -72,8 +72,8 @@ class Runs:
 
     def positions(self) -> Iterator[tuple[int, int]]:
         """Yield (position, record) of all messages."""
-        for first, last, sequence_id in zip(self.firsts, self.lasts, self.records, strict=True):
-            for position in range(first, last + 1):
+        for run, sequence_id in zip(self, self.records, strict=True):
+            for position in run:
                 yield position, sequence_id
 
 

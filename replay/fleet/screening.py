@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import closing, suppress
 from multiprocessing import Pipe
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -186,7 +187,7 @@ class Screening(Trial):
 
 _Step = tuple[bytes, Turn, int | None]  # what Trial.take gets
 _read = decoding.Decoder(tuple[list[_Step], bytes | None]).decode
-STEPS_AT_ONCE = 64  # so that neither process waits for the other at each record
+PART_SIZE_BYTES = 1 << 18  # sent at once, so that neither process waits for the other at each record
 _SAME = b"same"
 
 
@@ -196,9 +197,11 @@ class TrialBeside:
     Where the new code ends its process, that is a difference.
     """
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, *what: Any) -> None:
+        trial = Trial(*what)
         self.is_same = True
         self._steps: list[_Step] = []  # not sent yet
+        self._size_bytes = 0  # of these
         self._there, here = Pipe()
         self._pid = os.fork()
         if not self._pid:
@@ -218,7 +221,8 @@ class TrialBeside:
 
     def take(self, record: LoggedRecord, was: Turn, due_ns: int | None) -> None:
         self._steps.append((record.value, was, due_ns))
-        if len(self._steps) == STEPS_AT_ONCE:
+        self._size_bytes += len(record.value) + len(was.said)
+        if self._size_bytes >= PART_SIZE_BYTES:
             self._send(None)
 
     def ends(self, blob: bytes) -> bool:
@@ -234,7 +238,7 @@ class TrialBeside:
                 self._there.send_bytes(msgspec.msgpack.encode((self._steps, blob)))
             except OSError:
                 self.is_same = False
-        self._steps.clear()
+        self._steps, self._size_bytes = [], 0
 
     def close(self) -> None:
         self._there.close()
@@ -258,13 +262,13 @@ def screen(
     there, as where handlers draw other numbers for equal calls. Raises ReplayError if this log or code can't be
     screened, or, unless the log's code ``goes_on``, if something differs.
     """
-    here = Trial(source, route, old, new, outsiders)
 
     def watch(record: LoggedRecord, was: Turn, due_ns: int | None) -> None:
         trial.take(record, was, due_ns)
         if not (goes_on or trial.is_same):
-            raise ReplayError(f"{here.name}: record {record.sequence_id}, or one before it, differs")
+            raise ReplayError(f"record {record.sequence_id}, or one before it, differs")
 
-    with closing(TrialBeside(here) if can_fork() else here) as trial:
+    make: type[Trial | TrialBeside] = TrialBeside if can_fork() else Trial
+    with closing(make(source, route, old, new, outsiders)) as trial:
         recorded = Recorded(source, route, old, outsiders, to_ns, watch)
         return recorded, trial.ends(recorded.state)

@@ -132,6 +132,7 @@ def source() -> MemorySource:
 @pytest.fixture(params=[False, True], ids=["in one process", "in two"])
 def forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr("immortal.replay.fleet.screening.can_fork", lambda: request.param)
+    monkeypatch.setattr("immortal.replay.fleet.screening.PART_SIZE_BYTES", 1)
     return bool(request.param)
 
 
