@@ -10,7 +10,7 @@ import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, starmap
 from typing import Any, TypeVar
 
 from msgspec import Struct, field
@@ -50,7 +50,7 @@ class TracingOutbox(Outbox):
 
     def __init__(self, context: Context, wake: Callable[[], None] = lambda: None) -> None:
         super().__init__(context, wake)
-        self._runs: dict[str, list[Origin]] = {}  # of the calls in the open batch, by destination
+        self._runs: dict[str, list[list[int]]] = {}  # fields of Origins of the open batch's calls, by destination
         self.made: Counter[str] = Counter()  # messages that code has made so far, by destination
 
     def make_fork(
@@ -75,17 +75,15 @@ class TracingOutbox(Outbox):
 
         def traced(*arguments: Any, **keywords: Any) -> None:
             # Noted before the call, which can close the batch; taken back if the call fails.
-            before = runs[-1] if runs else None
-            if before and (before.sequence_id, before.message_index) == (context.sequence_id, context.message_index):
-                runs[-1] = Origin(before.sequence_id, before.message_index, before.count + 1)
-                undo = [before]
-            else:
-                runs.append(Origin(context.sequence_id, context.message_index, 1))
-                undo = []
+            run = runs[-1] if runs else None
+            if run is None or run[1] != context.message_index or run[0] != context.sequence_id:
+                runs.append(run := [context.sequence_id, context.message_index, 0])
+            run[2] += 1
             try:
                 send(*arguments, **keywords)
             except BaseException:
-                runs[-1:] = undo
+                run[2] -= 1
+                runs[:] = [each for each in runs if each[2]]
                 raise
             made[destination] += 1
 
@@ -102,7 +100,7 @@ class TracingOutbox(Outbox):
 
     def _note_pushed(self, batch: Batch) -> None:
         context, runs = self._context, self._runs.setdefault(batch.destination, [])
-        runs.append(Origin(context.sequence_id, context.message_index, batch.count))
+        runs.append([context.sequence_id, context.message_index, batch.count])
 
     def _drop_repeated(self, batch: Batch, count: int) -> None:
         super()._drop_repeated(batch, count)
@@ -111,18 +109,16 @@ class TracingOutbox(Outbox):
     def _drop_origins(self, destination: str, count: int) -> None:
         runs = self._runs[destination]
         while count:
-            first = runs[0]
-            if first.count > count:
-                runs[0] = Origin(first.sequence_id, first.message_index, first.count - count)
+            if runs[0][2] > count:
+                runs[0][2] -= count
                 return
-            count -= first.count
-            del runs[0]
+            count -= runs.pop(0)[2]
 
     def _append(self, message_type: MessageType, batch: Batch) -> None:
         self._attach(batch.destination)
         if message_type == MessageType.STREAM_BATCH:
             runs = self._runs[batch.destination]
-            self.send(encode_origins(runs))
+            self.send(encode_origins(list(starmap(Origin, runs))))
             runs.clear()
         super()._append(message_type, batch)
 

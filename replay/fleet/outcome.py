@@ -231,11 +231,11 @@ def what_if_fleet(
     for name in logs.changes:
         if name not in logs.sources:
             raise ReplayError(f"{name!r} has no log here: {', '.join(sorted(logs.sources)) or 'no service'} has one")
+    recorded: dict[str, Recorded] = {}
     if rules.check is None and not details and not orders:
-        found = _screened(logs, seeds)
+        found = _screened(logs, seeds, recorded, goes_on=orders is None)
         if orders is not None or not found.is_different:
             return found
-    recorded: dict[str, Recorded] = {}
     broken_in_record: BrokenCheck | None = None
     if rules.check is not None:
         then = Logs(logs.sources, logs.code, {}, logs.begin_ns, logs.to_ns, logs.outsiders)
@@ -265,9 +265,9 @@ def what_if_fleet(
     return first
 
 
-def _screened(logs: Logs, seeds: int) -> FleetOutcome:
+def _screened(logs: Logs, seeds: int, recorded: dict[str, Recorded], *, goes_on: bool) -> FleetOutcome:
     """Return the outcome if the changed code does the same in each service by itself; it is different if that is not
-    certain.
+    certain. Add the runs of the logs' code to ``recorded``. ``goes_on``: as for :func:`screen`.
     """
     services: list[ServiceOutcome] = []
     others = sorted(logs.sources.keys() - logs.changes.keys())
@@ -277,13 +277,14 @@ def _screened(logs: Logs, seeds: int) -> FleetOutcome:
         source = logs.sources[name]
         try:
             route = first_checkpoint(source, logs.begin_ns)
-            one = screen(source, route, logs.code(name), new, to_ns=logs.to_ns, outsiders=logs.outsiders)
+            codes = logs.code(name), new
+            recorded[name], is_same = screen(source, route, *codes, logs.outsiders, logs.to_ns, goes_on=goes_on)
         except ReplayError:
             return found  # the run says why
-        if one.is_different:
+        if not is_same:
             return found
-        why = "its code is changed"
-        services.append(ServiceOutcome(name, True, why, one.messages, one.sent, None, [], [], [], ""))
+        counts = recorded[name].log.messages, recorded[name].sent_count
+        services.append(ServiceOutcome(name, True, "its code is changed", *counts, None, [], [], [], ""))
     found.is_different = False
     return found
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -99,15 +101,23 @@ class Output(Struct, frozen=True):
     message: bytes
 
 
-class Turn(Struct):
-    """Result of one record: ``said``: the app's output as bytes, ``made``: runs of its messages, without origins.
+class Made(Struct, array_like=True, frozen=True):
+    """Run of messages that the app sent."""
+
+    destination: str
+    first_position: int
+    count: int
+
+
+class Turn(Struct, array_like=True):
+    """Result of one record: ``said``: the app's output as bytes, ``made``: runs of its messages.
 
     ``name``: of the service. ``stopped``: why the app stopped; "" if it continues.
     """
 
     name: str
     said: bytes = b""
-    made: list[Outputs] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     draws: list[RandomDraw] = field(default_factory=list)
     stopped: str = ""
@@ -183,6 +193,12 @@ def seal_process(limit_s: float) -> None:
     sys.addaudithook(look)
     signal.signal(signal.SIGALRM, stop)
     _limit_s = limit_s
+
+
+def can_fork() -> bool:
+    """Return True if a copy of this process can run code that is tried: it is sealed, and has one thread and two
+    processors."""
+    return _limit_s > 0 and threading.active_count() == 1 and len(os.sched_getaffinity(0)) > 1
 
 
 @contextmanager
@@ -349,7 +365,7 @@ class Player(LocalRun):
     def take(self, event: Event) -> None:
         super().take(event)
         if isinstance(event, Outputs):
-            self._turn.made.append(event)
+            self._turn.made.append(Made(event.destination, event.first_position, event.count))
         elif isinstance(event, VerdictGiven):
             self._turn.verdicts.append(event.verdict)
         elif isinstance(event, Ended) and event.failure is not None:

@@ -9,7 +9,7 @@ import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import lru_cache
 from itertools import islice
@@ -29,7 +29,7 @@ from immortal.protocol.messages import MessageType, RpcKind
 from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
-from immortal.replay.fleet.player import LoggedRecord, Output, Place, Player, logged, outputs_in
+from immortal.replay.fleet.player import LoggedRecord, Output, Place, Player, Turn, logged, outputs_in
 from immortal.replay.plan import ReplayError, Route, never_was
 from immortal.replay.verify import ProvingSink
 
@@ -48,6 +48,10 @@ class Runs:
         self.lasts.append(last)
         self.records.append(sequence_id)
         self.indices.append(index)
+
+    def __iter__(self) -> Iterator[range]:
+        """Yield the positions of each run."""
+        return (range(first, last + 1) for first, last in zip(self.firsts, self.lasts, strict=True))
 
     def find(self, position: int) -> int | None:
         """Return the number of the run that has the message at ``position``; None if none has."""
@@ -68,8 +72,8 @@ class Runs:
 
     def positions(self) -> Iterator[tuple[int, int]]:
         """Yield (position, record) of all messages."""
-        for first, last, sequence_id in zip(self.firsts, self.lasts, self.records, strict=True):
-            for position in range(first, last + 1):
+        for run, sequence_id in zip(self, self.records, strict=True):
+            for position in run:
                 yield position, sequence_id
 
 
@@ -79,6 +83,7 @@ class Log:
     def __init__(self, source: RecordSource, checkpoint: CheckpointHeader) -> None:
         self.source = source
         self.checkpoint = checkpoint
+        self.messages = 0
         self._times, self._inputs = array("q"), array("q", [0])
         self._runs: dict[str, Runs] = defaultdict(Runs)
         self.read = lru_cache(_DECODED_MAX)(self._read)
@@ -93,6 +98,7 @@ class Log:
                 inputs += batch.count
             index += batch.count
         self._inputs.append(self._inputs[-1] + inputs)
+        self.messages += index
 
     def __len__(self) -> int:
         return len(self._times)
@@ -228,10 +234,17 @@ class EffectDone(Struct):
 
 class Recorded:
     """Complete run of the log's own code from the checkpoint of ``route`` to ``to_ns``. Raises ReplayError if its
-    calls differ from the log's."""
+    calls differ from the log's. ``watch``: called with each record, its result, and when the next timer is due.
+    """
 
     def __init__(
-        self, source: RecordSource, route: Route, definition: Definition, outsiders: frozenset[str], to_ns: int | None
+        self,
+        source: RecordSource,
+        route: Route,
+        definition: Definition,
+        outsiders: frozenset[str],
+        to_ns: int | None,
+        watch: Callable[[LoggedRecord, Turn, int | None], object] = lambda record, turn, due_ns: None,
     ) -> None:
         name = source.identity.instance_name
         self.log = Log(source, route.checkpoint)
@@ -262,7 +275,7 @@ class Recorded:
                 self._ends.append(self._ends[-1] + self._file.write(turn.said))
                 self.draws.add(record.sequence_id, turn.draws)
                 self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
-                self._note(player, record.time_ns)
+                watch(record, turn, self._note(player, record.time_ns))
             if problem := proving.difference(name, player.methods):
                 raise ReplayError(never_was(name, problem))
             self._file.flush()
@@ -272,13 +285,18 @@ class Recorded:
             self.state = player.finish(last)
             self.methods = player.methods
 
-    def _note(self, player: Player, time_ns: int) -> None:
+    def _note(self, player: Player, time_ns: int) -> int | None:
         due_ns = player.next_due_ns
         self._due.append(_NO_TIMER if due_ns is None else due_ns)
         for number, effect in player.waiting_effects().items():
             if number not in self.effects:
                 key = effect.options.key
                 self.effects[number] = EffectDone(effect.function.name, effect.encoded, key, number, time_ns)
+        return due_ns
+
+    @property
+    def sent_count(self) -> int:
+        return sum(len(run) for runs in self.runs.values() for run in runs)
 
     def due_ns(self, sequence_id: int) -> int | None:
         """Return the time of the next timer after that record; None if there was none."""

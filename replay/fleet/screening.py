@@ -1,13 +1,18 @@
 """First round of a what-if: old and new code of one service side by side over its log, compared as bytes.
 
-Nothing is kept of the log. Where both send the same bytes for a record, no message of it is looked at.
+Where both send the same bytes for a record, no message of it is looked at. Each code has a process, if it can be had.
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from contextlib import closing, suppress
+from multiprocessing import Pipe
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from immortal.appsdk.handlers.definition import Definition
@@ -15,11 +20,13 @@ from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.state.tree import differences
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.log.reader import RecordSource
+from immortal.protocol import decoding
 from immortal.protocol.verdicts import Verdict
 from immortal.replay.comparison import aligned
 from immortal.replay.fleet.model import Difference
-from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, LoggedRecord, Place, Player, Turn, logged, not_of_code
-from immortal.replay.plan import ReplayError, Route, never_was
+from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, LoggedRecord, Place, Player, Turn, can_fork, not_of_code
+from immortal.replay.fleet.recorded import Recorded
+from immortal.replay.plan import ReplayError, Route
 from immortal.replay.result import OutcomeChanges, Sink, group_outcomes
 from immortal.replay.verify import ProvingSink
 
@@ -44,69 +51,59 @@ class RecordDifference(Struct, frozen=True):
     other: str
 
 
-class Screening:
-    """Run of old and new code of one service over the same records, from the checkpoint of ``route`` on.
+class Trial:
+    """Run of new code of one service from the checkpoint of ``route`` on, beside that of the log's own code.
 
-    The recorded inputs go to both, also after a difference. ``messages``: given so far; ``sent``: by the old code.
-    ``begins``: called with "old" and "new" before that code handles a record.
-    Raises ReplayError if a class does not take the state, or the log was handled by more than one version.
+    The recorded inputs go to it, also after a difference. ``is_same``: nothing differs so far.
+    Raises ReplayError if the class does not take the state, or the log was handled by more than one version.
     """
 
     def __init__(
-        self,
-        source: RecordSource,
-        route: Route,
-        old: Definition,
-        new: Definition,
-        outsiders: frozenset[str] = frozenset(),
-        begins: Callable[[str], object] = lambda side: None,
+        self, source: RecordSource, route: Route, old: Definition, new: Definition, outsiders: frozenset[str]
     ) -> None:
         self.name = source.identity.instance_name
+        self.sequence_id = route.checkpoint.sequence_id
         if route.versions:
             raise ReplayError(f"{self.name}: the log was handled by several versions")
-        self.sequence_id = route.checkpoint.sequence_id
-        self.messages = self.sent = 0
-        self._proving = ProvingSink(source, route)
-        self.old = Player(source, route, old, self._proving, outsiders=outsiders)
-        try:
-            self.new = Player(source, route, new, Sink(), is_new=True, outsiders=outsiders)
-        except BaseException:
-            self.old.close()
-            raise
-        self._begins = begins
+        self.is_same = True
+        self._old = old
+        self.new = Player(source, route, new, Sink(), is_new=True, outsiders=outsiders)
         self._due: object = None  # the due times that were reported as different
         self._verdicts: dict[int, list[Verdict]] = defaultdict(list)  # of the log, by record
         for one in source.summary().verdicts:
             self._verdicts[one.sequence_id].append(one)
 
-    def give(self, record: LoggedRecord) -> RecordDifference | None:
-        """Give both the next record; return what differs, None if nothing does.
+    def take(self, record: LoggedRecord, was: Turn, due_ns: int | None) -> None:
+        """Compare a record, unless an earlier one differs. ``was``: the result of the log's code, whose next timer is
+        at ``due_ns``."""
+        self.is_same = self.is_same and self.compare(record, was, due_ns) is None
 
-        Raises ReplayError if the log's code stops.
+    def ends(self, blob: bytes) -> bool:
+        """Return True if nothing differs, nor the state at the end. ``blob``: that of the log's code.
+
+        Raises ReplayError if the state can't be had.
         """
-        self.sequence_id = record.sequence_id
-        count = sum([batch.count for batch in record.trailer.batches])
-        self.messages += count
-        self._proving.record(record.sequence_id, record.value, record.trailer)
-        old, new = self.old, self.new
-        self._begins("old")
-        was = old.give_logged(record)
-        if was.stopped:
-            raise ReplayError(f"{self.name}: {old.definition.name}, the code of the log, stops at {was.stopped}")
-        self.sent += sum([made.count for made in was.made])
-        if new.ended is not None:
-            return None
-        new.tasks.told(was.draws)
-        self._begins("new")
-        now = new.give_logged(record)
-        calls = [] if was.said == now.said else self._compare(record, was, now)
-        fates = self._fates(record.sequence_id, was, now)
-        other = now.stopped or self._other()
-        if calls or fates or other:
-            return RecordDifference(calls, fates, other)
-        return None
+        if not self.is_same or (own := self.new.finish(self.sequence_id)) == blob:
+            return self.is_same
+        old, new = (inspect_state(code, one).state for code, one in ((self._old, blob), (self.new.definition, own)))
+        return next(iter(differences(old, new)), None) is None
 
-    def _compare(self, record: LoggedRecord, was: Turn, now: Turn) -> list[Difference]:
+    def close(self) -> None:
+        self.new.close()
+
+    def compare(self, record: LoggedRecord, was: Turn, due_ns: int | None) -> RecordDifference | None:
+        """Give the new code the next record; return what differs, None if nothing does."""
+        self.sequence_id = record.sequence_id
+        if self.new.ended is not None:
+            return None
+        self.new.tasks.told(was.draws)
+        now = self.new.give_logged(record)
+        calls = [] if was.said == now.said else self._calls(record, was, now)
+        fates = self._fates(record.sequence_id, was, now)
+        other = now.stopped or self._other(due_ns)
+        return RecordDifference(calls, fates, other) if calls or fates or other else None
+
+    def _calls(self, record: LoggedRecord, was: Turn, now: Turn) -> list[Difference]:
         made: tuple[dict[tuple[str, Place], list[bytes]], ...] = ({}, {})
         for found, turn in zip(made, (was, now), strict=True):
             for output in turn.outputs:
@@ -125,57 +122,127 @@ class Screening:
             return []
         return changed_fates((*was.verdicts, *known), now.verdicts)
 
-    def _other(self) -> str:
+    def _other(self, due_ns: int | None) -> str:
         """Describe a timer or an effect that differs after a record; "" if none does."""
-        old, new = self.old, self.new
-        waiting = new.tasks.effects.waiting
+        waiting = self.new.tasks.effects.waiting
         if waiting and max(waiting) >= FIRST_OTHER_NUMBER:
             name = waiting[max(waiting)].function.name
             return f"the effect {name}, which the log's code does not ask for"
-        due = old.next_due_ns, new.next_due_ns
+        due = due_ns, self.new.next_due_ns
         if due[0] == due[1] or due == self._due:
             return ""
         self._due = due
         was, now = ("none" if one is None else time_text(one) for one in due)
         return f"the next timer: was {was}; would be {now}"
 
+
+class Screening(Trial):
+    """Run of old and new code of one service over the same records, one by one. ``sent``: messages of the old code.
+
+    ``begins``: called with "old" and "new" before that code handles a record.
+    """
+
+    def __init__(
+        self,
+        source: RecordSource,
+        route: Route,
+        old: Definition,
+        new: Definition,
+        outsiders: frozenset[str] = frozenset(),
+        begins: Callable[[str], object] = lambda side: None,
+    ) -> None:
+        super().__init__(source, route, old, new, outsiders)
+        self.sent = 0
+        self._proving = ProvingSink(source, route)
+        self._begins = begins
+        try:
+            self.old = Player(source, route, old, self._proving, outsiders=outsiders)
+        except BaseException:
+            super().close()
+            raise
+
+    def give(self, record: LoggedRecord) -> RecordDifference | None:
+        """Give both the next record; return what differs, None if nothing does.
+
+        Raises ReplayError if the log's code stops.
+        """
+        self.sequence_id = record.sequence_id
+        self._proving.record(record.sequence_id, record.value, record.trailer)
+        self._begins("old")
+        was = self.old.give_logged(record)
+        if was.stopped:
+            raise ReplayError(f"{self.name}: {self.old.definition.name}, the code of the log, stops at {was.stopped}")
+        self.sent += sum([made.count for made in was.made])
+        self._begins("new")
+        return self.compare(record, was, self.old.next_due_ns)
+
     def problem(self, unsure: Collection[str] = ()) -> str:
         """Describe where the old code left the log; "" if nothing shows that it did. ``unsure``: as of ProvingSink."""
         return self._proving.difference(self.name, self.old.methods, unsure)
 
-    def states_differ(self) -> bool:
-        """End both runs, and return True if their states at the end differ.
-
-        Raises ReplayError if they can't be had, or if the old code did not do what is in the log.
-        """
-        if problem := self.problem():
-            raise ReplayError(never_was(self.name, problem))
-        blobs = [player.finish(self.sequence_id) for player in (self.old, self.new)]
-        if blobs[0] == blobs[1]:
-            return False
-        old, new = map(inspect_state, (self.old.definition, self.new.definition), blobs)
-        return next(iter(differences(old.state, new.state)), None) is not None
-
     def close(self) -> None:
         self.old.close()
-        self.new.close()
+        super().close()
 
 
-class Screened(Struct, frozen=True):
-    """Result of the screening of a whole log. ``first``: the first record that differs; None: none does.
+_Step = tuple[bytes, Turn, int | None]  # what Trial.take gets
+_read = decoding.Decoder(tuple[list[_Step], bytes | None]).decode
+PART_SIZE_BYTES = 1 << 18  # sent at once, so that neither process waits for the other at each record
+_SAME = b"same"
 
-    ``state_differs``: the states at the end do; None: it did not come so far. ``messages`` and ``sent``: up to
-    where it ended.
+
+class TrialBeside:
+    """Trial in a copy of this process, beside the log's code in this one. It tells of a difference some records later.
+
+    Where the new code ends its process, that is a difference.
     """
 
-    messages: int
-    sent: int
-    first: RecordDifference | None
-    state_differs: bool | None
+    def __init__(self, *what: Any) -> None:
+        trial = Trial(*what)
+        self.is_same = True
+        self._steps: list[_Step] = []  # not sent yet
+        self._size_bytes = 0  # of these
+        self._there, here = Pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            try:
+                self._there.close()
+                blob = None
+                while trial.is_same and blob is None:
+                    steps, blob = _read(here.recv_bytes())
+                    for value, was, due_ns in steps:
+                        trial.take(LoggedRecord.of(value), was, due_ns)
+                if blob is not None and trial.ends(blob):
+                    here.send_bytes(_SAME)
+            finally:
+                os._exit(0)  # without clearing away, and no traceback: what it means is found by the whole fleet
+        here.close()
+        trial.close()
 
-    @property
-    def is_different(self) -> bool:
-        return self.first is not None or self.state_differs is True
+    def take(self, record: LoggedRecord, was: Turn, due_ns: int | None) -> None:
+        self._steps.append((record.value, was, due_ns))
+        self._size_bytes += len(record.value) + len(was.said)
+        if self._size_bytes >= PART_SIZE_BYTES:
+            self._send(None)
+
+    def ends(self, blob: bytes) -> bool:
+        self._send(blob)
+        with suppress(OSError, EOFError):
+            return self._there.recv_bytes() == _SAME
+        return False
+
+    def _send(self, blob: bytes | None) -> None:
+        """Send the steps so far; ``blob``: the state of the log's code at the end."""
+        if self.is_same:
+            try:
+                self._there.send_bytes(msgspec.msgpack.encode((self._steps, blob)))
+            except OSError:
+                self.is_same = False
+        self._steps, self._size_bytes = [], 0
+
+    def close(self) -> None:
+        self._there.close()
+        os.waitpid(self._pid, 0)
 
 
 def screen(
@@ -183,21 +250,25 @@ def screen(
     route: Route,
     old: Definition,
     new: Definition,
-    *,
-    to_ns: int | None = None,
     outsiders: frozenset[str] = frozenset(),
-) -> Screened:
-    """Screen a log from the checkpoint of ``route`` up to ``to_ns``, or to the first record that differs.
+    to_ns: int | None = None,
+    *,
+    goes_on: bool = True,
+) -> tuple[Recorded, bool]:
+    """Run the log's code from the checkpoint of ``route`` up to ``to_ns``, and the new code up to the first record that
+    differs. Return the run of the log's code, and True if nothing differs.
 
     "The same" is certain: the what-if of a fleet would say that too. What differs here can still come out the same
     there, as where handlers draw other numbers for equal calls. Raises ReplayError if this log or code can't be
-    screened.
+    screened, or, unless the log's code ``goes_on``, if something differs.
     """
-    screening = Screening(source, route, old, new, outsiders)
-    try:
-        for record in logged(source, route.checkpoint, to_ns):
-            if (first := screening.give(record)) is not None:
-                return Screened(screening.messages, screening.sent, first, None)
-        return Screened(screening.messages, screening.sent, None, screening.states_differ())
-    finally:
-        screening.close()
+
+    def watch(record: LoggedRecord, was: Turn, due_ns: int | None) -> None:
+        trial.take(record, was, due_ns)
+        if not (goes_on or trial.is_same):
+            raise ReplayError(f"record {record.sequence_id}, or one before it, differs")
+
+    make: type[Trial | TrialBeside] = TrialBeside if can_fork() else Trial
+    with closing(make(source, route, old, new, outsiders)) as trial:
+        recorded = Recorded(source, route, old, outsiders, to_ns, watch)
+        return recorded, trial.ends(recorded.state)

@@ -233,6 +233,9 @@ def compare(made: list[list[Op]], changed: dict[int, list[Op]], calls: list[Call
     with mock.patch("immortal.replay.fleet.outcome.screen", side_effect=ReplayError("not screened")):
         assert then.env.what_if(everything) == same
         assert then.env.what_if(changes, effects=lambda call: measured(*call.arguments)) == outcome
+    with mock.patch("immortal.replay.fleet.screening.can_fork", return_value=True):
+        assert then.env.what_if(everything) == same
+        assert then.env.what_if(changes, effects=lambda call: measured(*call.arguments)) == outcome
     assert not RAN
     now = Run(new, new_later, calls, {at: one for at, one in events.items() if one[0] == "upgrade"})
     shown = "\n".join(outcome_lines(outcome))
