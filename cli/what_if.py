@@ -218,8 +218,12 @@ _EFFECTS = ("fail", "by-key", "ask")
 
 def _orders(ctx: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
     """Parse "A-B": these orders, and order 0 to compare with; "" stands for none."""
-    first, _, last = (value or "").partition("-")
-    return None if value is None else sorted({0, *range(int(first), int(last) + 1)}) if value else []
+    if not value:
+        return None if value is None else []
+    first, _, last = value.partition("-")
+    if not (first.isdecimal() and last.isdecimal()):
+        raise click.BadParameter(f"{value!r}: the numbers of orders were expected, such as 1-20")
+    return sorted({0, *range(int(first), int(last) + 1)})
 
 
 def function_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -397,12 +401,10 @@ def _fleet(
     from immortal.replay.fleet.player import seal_process
     from immortal.replay.fleet.report import outcome_lines
 
-    functions = {
-        name: None if text is None else load_function(text) for name, text in (("answer", answer), ("check", check))
-    }
     run: Callable[..., FleetOutcome] = what_if if cluster is None else cluster.what_if
-    # Handlers would print their output for each run.
+    # The user's modules would print theirs, and handlers for each run.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        of_user = [None if one is None or one in _EFFECTS else load_function(one) for one in (effects, answer, check)]
         if cluster is None:
             seal_process(handler_limit)
         outcome = run(
@@ -411,9 +413,9 @@ def _fleet(
             code=code,
             begin_ns=begin_ns,
             to_ns=end_ns,
-            effects=_ask() if effects == "ask" else effects if effects in _EFFECTS else load_function(effects),
-            answer=functions["answer"],
-            check=functions["check"],
+            effects=of_user[0] or (_ask() if effects == "ask" else effects),
+            answer=of_user[1],
+            check=of_user[2],
             seeds=seeds,
             delays=delays,
             trust_pickle=trust_pickle,

@@ -179,7 +179,7 @@ def load_definition(app: str, code: Path | None = None) -> Definition:
             for handler in definition.handlers.values():
                 definition.codec(handler)
             module = sys.modules[definition.cls.__module__]
-            if not os.path.realpath(str(module.__file__)).startswith(os.path.realpath(code)):
+            if not _is_in(code, str(module.__file__)):
                 raise ReplayError(f"{app!r}: nothing of it is in {code}: give the folder or the wheel that has it")
             return definition
     except ReplayError:
@@ -190,6 +190,10 @@ def load_definition(app: str, code: Path | None = None) -> Definition:
         if not is_user_failure(error):
             raise
         raise ReplayError(f"{app!r} can't be imported: {type(error).__name__}: {error}") from None
+
+
+def _is_in(code: Path, file: str) -> bool:
+    return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(code))
 
 
 @contextmanager
@@ -217,6 +221,6 @@ def _modules_of(app: str, code: Path) -> Iterator[None]:
         sys.path.remove(str(code.absolute()))
         for name in [name for name in sys.modules if name not in before]:
             origin = getattr(sys.modules[name], "__file__", None) or ""
-            if os.path.realpath(origin).startswith(os.path.realpath(code)) or name in kept:
+            if _is_in(code, origin) or name in kept:
                 del sys.modules[name]
         sys.modules.update(kept)

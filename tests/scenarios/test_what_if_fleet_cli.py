@@ -146,6 +146,9 @@ def test_code_of_another_folder_may_have_the_name_of_the_old(folder: Path) -> No
     found = values(folder, "--change", f"shop={name}", "--code", "next")
     assert state_of(found, "till") == {"sold['tea']": (15, 20)}
     assert "nothing of it is in home" in what_if(folder, "--change", f"shop={name}", "--code", "home", status=1)
+    shutil.copytree(folder / "next", folder / "next2")
+    said = what_if(folder, "--change", f"shop=next2.{name}", "--code", "next", status=1)
+    assert "nothing of it is in next" in said
 
 
 def test_a_new_call_to_a_service_without_a_log_is_listed_and_answered_or_fails(folder: Path) -> None:
@@ -177,6 +180,7 @@ def test_an_app_of_another_kind_counts_as_one_without_a_log(folder: Path, monkey
 
 def test_a_check_says_where_it_breaks_first(folder: Path) -> None:
     (folder / "checks.py").write_text(
+        "print('in no report')\n\n\n"
         "def check(fleet):\n    assert fleet['till'].sold.get('tea', 0) <= 15, 'sold too much'\n"
     )
     found = values(folder, "--change", f"shop={variant(folder, *TWICE)}", "--check", "checks:check", "--seeds", "3")
@@ -302,6 +306,7 @@ def test_wrong_options_are_said(folder: Path) -> None:
     said = what_if(folder, "--change", f"shop={variant(folder)}", "--seeds", "2", "--delays", "longest", status=2)
     assert "--delays longest leaves one order, and --seeds tries many" in said
     assert "a time was expected" in what_if(folder, "--change", f"shop={variant(folder)}", "--from", "3", status=1)
+    assert "such as 1-20" in what_if(folder, "--change", f"shop={variant(folder)}", "--orders", "1-many", status=2)
 
 
 def test_a_page_shows_all_of_it_and_needs_nothing_from_elsewhere(folder: Path) -> None:
