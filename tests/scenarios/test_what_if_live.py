@@ -59,6 +59,10 @@ TRICKS = """
                     time.sleep(1)
                 except TimeoutError:
                     pass
+        elif item == "grow":
+            Till.held = b"x" * (100 << 20)
+        elif item == "grow at once":
+            bytes(1 << 40)
         elif item == "leave":
             os.system("touch left")
 """
@@ -110,6 +114,12 @@ def totals(run: Run) -> dict[str, Any]:
     return dict([row for row in rows if row["type"] == "progress"][-1])
 
 
+MEMORY = "--memory-limit", "100"
+ENDS = {
+    "hang": "does not end",
+    "end": "ends its process (status 7)",
+    "grow": "needs more memory than --memory-limit gives it",
+}
 TWICE = '"text": "Shop.order(\'twice\', 5)'
 WOULD_BE = "was Till.sell(5); would be Till.sell(10)"
 
@@ -117,7 +127,9 @@ WOULD_BE = "was Till.sell(5); would be Till.sell(10)"
 def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> None:
     with ExitStack() as stack:
         shop = stack.enter_context(running(folder, "shop", until="ready"))
-        shadow = stack.enter_context(live(folder, "--html", "page.html", "--consequences", "--handler-limit", "0.2"))
+        shadow = stack.enter_context(
+            live(folder, "--html", "page.html", "--consequences", "--handler-limit", "0.2", *MEMORY)
+        )
         order(folder, "tea", "twice", "twice")
         told = [found(shadow, TWICE, count) for count in (1, 2)]
         assert {(one["service"], one["to"], one["handler"], one["kind"]) for one in told} == {
@@ -135,7 +147,7 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
         order(folder, "twice")
         found(shadow, TWICE, 3)
 
-        for times, (item, text) in enumerate((("hang", "does not end"), ("end", "ends its process (status 7)")), 2):
+        for times, (item, text) in enumerate(ENDS.items(), 2):
             order(folder, item)
             assert found(shadow, f"the new code {text}")["kind"] == "ends"
             immortal(folder, "checkpoint", "shop")
@@ -144,13 +156,15 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
             found(shadow, TWICE, times + 2)
 
         order(folder, "leave")
-        assert "PermissionError: a what-if lets nothing out" in found(shadow, "would fail")["text"]
+        assert "would fail" in found(shadow, "PermissionError: a what-if lets nothing out")["text"]
         assert not (folder / "left").exists()
-        assert shadow.count(TWICE) == 5
+        order(folder, "grow at once")
+        found(shadow, "MemoryError")
+        assert shadow.count(TWICE) == 6
         shadow.process.send_signal(signal.SIGINT)
         assert shadow.ended() == 3
         counts = totals(shadow)  # of all but the two records that ended the process, with the initial message
-        assert (counts["record"], counts["messages"], counts["same"]) == (9, 8, 7)
+        assert (counts["record"], counts["messages"], counts["same"]) == (12, 11, 8)
 
         same = ("what-if", "--fleet", "--live", "--change", "shop=shop:Shop", "--for", "1s")
         assert immortal(folder, *same).endswith("\nno difference\n")
@@ -159,7 +173,7 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--for", "1h"), "--for and --consequences are for --live"),
+        (("--for", "1h"), "--for, --consequences and --memory-limit are for --live"),
         (("--live", "--for", "soon"), "a duration was expected"),
         (("--live", "--to", "2026-01-01"), "--to: not with --live"),
         (("--live", "--consequences", "--effects", "ask"), "--effects ask: not with --live"),
