@@ -166,7 +166,11 @@ class _Live:
             except BaseException:  # such as a closed stdout
                 process.kill()
                 raise
-            status = process.wait()
+            try:
+                status = process.wait(STOP_S)
+            except subprocess.TimeoutExpired:  # a thread of the user's code goes on
+                process.kill()
+                status = process.wait()
             readers[1].join(STOP_S)
         if not over.is_set():
             self._ended(status, [line.decode("utf-8", "replace").rstrip() for line in said if line], note)
@@ -181,7 +185,7 @@ class _Live:
         """Say at which record the process has ended, and which code did it."""
         at = os.pread(note, NOTE_SIZE_BYTES, 0).decode().split()
         hangs = any(line.startswith("Timeout (") for line in said)
-        reason = said[-1] if said else f"status {status}"
+        reason = said[-1] if said else f"the code ends its process before its first record (status {status})"
         if not at or reason.startswith("error: "):
             raise FailedError(reason.removeprefix("error: "))
         name, record, side = at[0], int(at[1]), at[2]

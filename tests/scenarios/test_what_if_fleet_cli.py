@@ -7,6 +7,7 @@ import html
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from immortal.cli import main
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import LogReader
+from immortal.replay.fleet import opening, player
 from immortal.replay.plan import ReplayError
 from tests.helpers.at_terminal import AtTerminal
 from tests.helpers.recorded import Instances, load_module, write_module
@@ -268,6 +270,23 @@ def test_what_can_not_be_tried_is_said(folder: Path, change: str, said: str) -> 
     assert said in what_if(folder, "--change", change, status=1)
 
 
+def test_a_module_that_ends_or_hangs_as_it_is_imported_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    (folder / "hangs.py").write_text("while True:\n    pass\n")
+    told = "--change", f"shop={variant(folder)}"
+    assert "'leaves:f' can't be loaded: SystemExit: 3" in what_if(folder, *told, "--effects", "leaves:f", status=1)
+    assert "'leaves:Shop' can't be imported: SystemExit: 3" in what_if(folder, "--change", "shop=leaves:Shop", status=1)
+    monkeypatch.setattr(player, "_limit_s", 0.1)
+    monkeypatch.setattr(opening, "IMPORT_S", 0.2)
+    monkeypatch.syspath_prepend(folder)
+    before = signal.signal(signal.SIGALRM, player.stop)
+    try:
+        with pytest.raises(ReplayError, match=r"'hangs:Shop' can't be imported: TimeoutError: .* gives it 0.2 s"):
+            opening.load_definition("hangs:Shop")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_code_that_ends_its_process_is_said(folder: Path) -> None:
     before = "if await self.stock.take(item, count):"
     app = variant(folder, before, f"import os; os._exit(7)\n        {before}")
@@ -306,6 +325,8 @@ def test_wrong_options_are_said(folder: Path) -> None:
     said = what_if(folder, "--change", f"shop={variant(folder)}", "--seeds", "2", "--delays", "longest", status=2)
     assert "--delays longest leaves one order, and --seeds tries many" in said
     assert "a time was expected" in what_if(folder, "--change", f"shop={variant(folder)}", "--from", "3", status=1)
+    said = what_if(folder, "--change", f"shop={variant(folder)}", "--without", "nobody", status=1)
+    assert "'nobody' is not here, so nothing can be without it: shop, stock, till are" in said
     assert "such as 1-20" in what_if(folder, "--change", f"shop={variant(folder)}", "--orders", "1-many", status=2)
 
 

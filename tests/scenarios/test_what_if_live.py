@@ -18,6 +18,7 @@ from tests.helpers.cli import HOME, Run, immortal, wait_until
 
 SHOP = """
 import os
+import threading
 import time
 
 from immortal import Immortal, peer, rpc
@@ -59,6 +60,8 @@ TRICKS = """
                     time.sleep(1)
                 except TimeoutError:
                     pass
+        elif item == "thread":
+            threading.Thread(target=threading.Event().wait).start()  # which the end of the process would wait for
         elif item == "grow":
             Till.held = b"x" * (100 << 20)
         elif item == "grow at once":
@@ -128,7 +131,7 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
     with ExitStack() as stack:
         shop = stack.enter_context(running(folder, "shop", until="ready"))
         shadow = stack.enter_context(
-            live(folder, "--html", "page.html", "--consequences", "--handler-limit", "0.2", *MEMORY)
+            live(folder, "--html", "page.html", "--consequences", "--handler-limit", "1", *MEMORY)
         )
         order(folder, "tea", "twice", "twice")
         told = [found(shadow, TWICE, count) for count in (1, 2)]
@@ -160,11 +163,13 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
         assert not (folder / "left").exists()
         order(folder, "grow at once")
         found(shadow, "MemoryError")
-        assert shadow.count(TWICE) == 6
+        order(folder, "thread", "twice")
+        found(shadow, TWICE, 7)
+        assert shadow.count(TWICE) == 7
         shadow.process.send_signal(signal.SIGINT)
         assert shadow.ended() == 3
-        counts = totals(shadow)  # of all but the two records that ended the process, with the initial message
-        assert (counts["record"], counts["messages"], counts["same"]) == (12, 11, 8)
+        counts = totals(shadow)  # of all but the three records that ended the process, with the initial message
+        assert (counts["record"], counts["messages"], counts["same"]) == (14, 12, 9)
 
         same = ("what-if", "--fleet", "--live", "--change", "shop=shop:Shop", "--for", "1s")
         assert immortal(folder, *same).endswith("\nno difference\n")
