@@ -19,6 +19,7 @@ from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.running.tracing import TracingDispatcher
 from immortal.appsdk.waiting.impulses import Effect, encode_result
+from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
@@ -83,11 +84,14 @@ class LoggedRecord(Struct, frozen=True):
 
 def logged(source: RecordSource, checkpoint: CheckpointHeader, to_ns: int | None) -> Iterator[LoggedRecord]:
     """Yield the records after ``checkpoint``, up to the present last one and up to ``to_ns``."""
-    for value in source.values(checkpoint.sequence_id + 1, source.summary().last_sequence_id):
-        record = LoggedRecord.of(value)
-        if to_ns is not None and record.time_ns > to_ns:
-            return
-        yield record
+    try:
+        for value in source.values(checkpoint.sequence_id + 1, source.summary().last_sequence_id):
+            record = LoggedRecord.of(value)
+            if to_ns is not None and record.time_ns > to_ns:
+                return
+            yield record
+    except DamagedLogError as error:
+        raise DamagedLogError(f"{source.identity.instance_name}: {error}", error.sequence_id) from None
 
 
 class Output(Struct, frozen=True):

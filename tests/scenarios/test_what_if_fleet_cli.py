@@ -26,6 +26,7 @@ from immortal.log import LogReader
 from immortal.replay.fleet import opening, player
 from immortal.replay.plan import ReplayError
 from tests.helpers.at_terminal import AtTerminal
+from tests.helpers.fleet import flip_byte
 from tests.helpers.recorded import Instances, load_module, write_module
 
 SHOP = """
@@ -285,6 +286,12 @@ def test_a_module_that_ends_or_hangs_as_it_is_imported_is_said(folder: Path, mon
             opening.load_definition("hangs:Shop")
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_damaged_record_is_named_with_its_service(folder: Path) -> None:
+    flip_byte(folder / "logs" / "stock" / "log", 3)
+    said = what_if(folder, "--change", f"shop={variant(folder, *TWICE)}", status=1)
+    assert said.startswith("error: stock: record 3 is damaged")
 
 
 def test_code_that_ends_its_process_is_said(folder: Path) -> None:
