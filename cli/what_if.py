@@ -218,8 +218,12 @@ _EFFECTS = ("fail", "by-key", "ask")
 
 def _orders(ctx: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
     """Parse "A-B": these orders, and order 0 to compare with; "" stands for none."""
-    first, _, last = (value or "").partition("-")
-    return None if value is None else sorted({0, *range(int(first), int(last) + 1)}) if value else []
+    if not value:
+        return None if value is None else []
+    first, _, last = value.partition("-")
+    if not (first.isdecimal() and last.isdecimal()):
+        raise click.BadParameter(f"{value!r}: the numbers of orders were expected, such as 1-20")
+    return sorted({0, *range(int(first), int(last) + 1)})
 
 
 def function_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -312,6 +316,13 @@ def _duration_ns(ctx: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--consequences", is_flag=True, help="With --live: run the whole fleet from time to time, for what follows in it."
 )
+@click.option(
+    "--memory-limit",
+    "memory_limit_mib",
+    type=click.IntRange(min=64),
+    metavar="MIB",
+    help="With --live: what the two codes of a service may take, before they begin again.  [default: 2048]",
+)
 @click.option("--shadow", hidden=True, help="What a process of --live is given.")
 @trust_pickle_option
 @json_option
@@ -339,6 +350,7 @@ def _fleet(
     live: bool,
     duration_ns: int | None,
     consequences: bool,
+    memory_limit_mib: int | None,
     shadow: str | None,
     trust_pickle: bool,
     as_json: bool,
@@ -351,8 +363,8 @@ def _fleet(
 
     With --live the changed code shadows the running services until Ctrl-C: it gets each input as it is logged.
     """
-    if not live and (consequences or duration_ns is not None):
-        raise click.UsageError("--for and --consequences are for --live")
+    if not live and (consequences or duration_ns is not None or memory_limit_mib is not None):
+        raise click.UsageError("--for, --consequences and --memory-limit are for --live")
     if live:
         not_live = {"--to": end, "--bisect": git_range, "--parquet": tables}
         of_fleet = {"--check": check, "--answer": answer, "--effects": effects != "fail", "--seeds": seeds > 1}
@@ -381,15 +393,19 @@ def _fleet(
         raise FailedError(f"{tables} is there already: give another name, or remove it first")
     begin_ns, end_ns = times_of(begin, end)
     if live:
-        from immortal.cli.what_if_live import run_live, run_shadows
+        from immortal.cli.what_if_live import MEMORY_MIB, run_live, run_shadows
 
         if shadow is None:
             own = ctx.meta["arguments"]
-            whole = [*_without(own, ("--for", "--html", "--from"), ("--live", "--consequences", "--json")), "--json"]
+            whole = [
+                *_without(own, ("--for", "--html", "--from", "--memory-limit"), ("--live", "--consequences", "--json")),
+                "--json",
+            ]
             follow_on = (lambda more: _child(ctx, [*whole, *more])) if consequences else None
             how = dict(changes), duration_ns, page
             sys.exit(run_live(lambda more: _child(ctx, [*own, *more]), *how, consequences=follow_on, as_json=as_json))
-        sys.exit(run_shadows(registry.home, dict(changes), shadow, code, begin_ns, handler_limit, trust_pickle))
+        limits = handler_limit, memory_limit_mib or MEMORY_MIB
+        sys.exit(run_shadows(registry.home, dict(changes), shadow, code, begin_ns, *limits, trust_pickle))
     cluster = ctx.meta.get("cluster")  # of what_if_spark
     if cluster is None and (status := in_child(ctx, asks=effects == "ask")) is not None:
         sys.exit(status)
@@ -397,12 +413,10 @@ def _fleet(
     from immortal.replay.fleet.player import seal_process
     from immortal.replay.fleet.report import outcome_lines
 
-    functions = {
-        name: None if text is None else load_function(text) for name, text in (("answer", answer), ("check", check))
-    }
     run: Callable[..., FleetOutcome] = what_if if cluster is None else cluster.what_if
-    # Handlers would print their output for each run.
+    # The user's modules would print theirs, and handlers for each run.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        of_user = [None if one is None or one in _EFFECTS else load_function(one) for one in (effects, answer, check)]
         if cluster is None:
             seal_process(handler_limit)
         outcome = run(
@@ -411,9 +425,9 @@ def _fleet(
             code=code,
             begin_ns=begin_ns,
             to_ns=end_ns,
-            effects=_ask() if effects == "ask" else effects if effects in _EFFECTS else load_function(effects),
-            answer=functions["answer"],
-            check=functions["check"],
+            effects=of_user[0] or (_ask() if effects == "ask" else effects),
+            answer=of_user[1],
+            check=of_user[2],
             seeds=seeds,
             delays=delays,
             trust_pickle=trust_pickle,

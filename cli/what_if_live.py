@@ -24,7 +24,7 @@ from immortal.protocol.command_line import FailedError, echo, echo_json, echo_li
 from immortal.protocol.decoding import decode_json
 from immortal.protocol.files import write_whole
 from immortal.replay.fleet.outcome import FleetOutcome
-from immortal.replay.fleet.shadow import Event, Found, Mark, Note, Progress, follow
+from immortal.replay.fleet.shadow import TOO_LARGE, Event, Found, Mark, Note, Progress, follow
 
 NICENESS = 5  # the services come first
 TICK_S = 0.1
@@ -34,6 +34,7 @@ FLEET_RUN_SHARE = 9  # ... and so many times as long as the last one took
 SUMMARY_S = 10.0  # between two summaries
 PAGE_S = 1.0  # between two pages
 HANG_S_MIN = 2.0
+MEMORY_MIB = 2048  # of the process of the shadows
 NOTE_SIZE_BYTES = 400
 SAID_LINES_MAX = 1000  # of the last words of a process: a traceback
 
@@ -52,6 +53,7 @@ def run_shadows(
     code: Path | None,
     begin_ns: int | None,
     handler_limit_s: float,
+    memory_limit_mib: int,
     trust_pickle: bool,
 ) -> int:
     """Run the shadows in this process until SIGTERM; write what they find to stdout, a JSON object a line."""
@@ -80,6 +82,7 @@ def run_shadows(
             begin_ns=begin_ns,
             trust_pickle=trust_pickle,
             limit_s=max(handler_limit_s, HANG_S_MIN),
+            memory_bytes=memory_limit_mib << 20,
         )
     return 0
 
@@ -163,7 +166,11 @@ class _Live:
             except BaseException:  # such as a closed stdout
                 process.kill()
                 raise
-            status = process.wait()
+            try:
+                status = process.wait(STOP_S)
+            except subprocess.TimeoutExpired:  # a thread of the user's code goes on
+                process.kill()
+                status = process.wait()
             readers[1].join(STOP_S)
         if not over.is_set():
             self._ended(status, [line.decode("utf-8", "replace").rstrip() for line in said if line], note)
@@ -178,11 +185,14 @@ class _Live:
         """Say at which record the process has ended, and which code did it."""
         at = os.pread(note, NOTE_SIZE_BYTES, 0).decode().split()
         hangs = any(line.startswith("Timeout (") for line in said)
-        reason = said[-1] if said else f"status {status}"
+        reason = said[-1] if said else f"the code ends its process before its first record (status {status})"
         if not at or reason.startswith("error: "):
             raise FailedError(reason.removeprefix("error: "))
         name, record, side = at[0], int(at[1]), at[2]
-        text = f"the {side} code {'does not end' if hangs else f'ends its process (status {status})'}"
+        does = "does not end" if hangs else f"ends its process (status {status})"
+        if reason in (TOO_LARGE, "MemoryError"):
+            does = "needs more memory than --memory-limit gives it"
+        text = f"the {side} code {does}"
         if side == "new":
             self._show(Found(name, "ends", name, "", record, None, time.time_ns(), 0.0, text))
         again = f"record {record}: {text}; it begins again at the next checkpoint"

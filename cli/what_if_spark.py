@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 
 _fleet = what_if.fleet
-_NOT_HERE = ("as_json", "orders", "live", "duration_ns", "consequences", "shadow")  # Spark's commands have --json
+# Spark's commands have --json.
+_NOT_HERE = ("as_json", "orders", "live", "duration_ns", "consequences", "memory_limit_mib", "shadow")
 
 
 @click.command(params=[param for param in _fleet.params if param.name not in _NOT_HERE], help=_fleet.help)

@@ -210,6 +210,11 @@ class Keeper:
                 return
             self.deaths += 1
 
+    @property
+    def keeps(self) -> bool:
+        """False after the last death."""
+        return self._thread.is_alive()
+
     def end(self) -> None:
         with self._lock:
             self._ended.set()

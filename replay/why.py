@@ -213,7 +213,9 @@ class Explainer:
         step, path = found.step, found.path
         if step.record is None:
             raise ReplayError(f"{path}: an upgrade made that value, so there are no inputs to look for")
-        answer = self._sessions.ask(step.instance, "minimal", record=step.record, index=step.message, path=path)
+        own = [one for _, one in step.walk() if one.instance == step.instance and one.record is not None]
+        how = {"path": path, "likely": [(one.record, one.message) for one in own]}
+        answer = self._sessions.ask(step.instance, "minimal", record=step.record, index=step.message, **how)
         return convert({"instance": step.instance, "path": path, **answer}, Minimal)
 
     def _step(self, name: str, at: At, role: str, how: Values) -> Step:

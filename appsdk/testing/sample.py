@@ -122,6 +122,8 @@ def sample_fleet(
             f"--key {strange[0]}: no input has such an argument; there are {', '.join(arguments) or 'none'}"
         )
     kept = [one for one in inputs.given if _is_kept(one.input, keep) and _is_in_share(one, share, keys)]
+    if not inputs.given:
+        raise ReplayError("the logs have no input from outside in that time: there is nothing to keep")
     if not kept:
         raise ReplayError(
             f"none of {len(inputs.given):,} inputs is kept: give a larger --share, or another --keep or --key"

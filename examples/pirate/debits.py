@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import vault
 from immortal.patterns.pirate import Policy, connect
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from supervised import STOP_S, Keeper
+from supervised import POLL_S, STOP_S, Keeper
 
 SERVERS = 3
 LIVES_REPLIES_MAX = 30  # a server dies at one of its first replies, up to this one
@@ -52,7 +53,13 @@ class Vaults:
             self._listen[index].set()
 
     def all_listen(self) -> bool:
-        return all(one.wait(STOP_S) for one in self._listen)
+        """Wait until all servers listen; return False once one of them has ended, or after too long."""
+        until_s = time.monotonic() + STOP_S
+        while not all(one.is_set() for one in self._listen):
+            if time.monotonic() > until_s or not all(keeper.keeps for keeper in self.keepers):
+                return False
+            time.sleep(POLL_S)
+        return True
 
 
 def main() -> int:

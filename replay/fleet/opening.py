@@ -26,9 +26,11 @@ from immortal.protocol.errors import ImmortalError
 from immortal.replay.app_process import code_environment, own_code_at_end
 from immortal.replay.fleet.model import Answer, Check, Logs, Rules
 from immortal.replay.fleet.outcome import FleetOutcome, what_if_fleet
-from immortal.replay.fleet.player import first_checkpoint
+from immortal.replay.fleet.player import first_checkpoint, limited
 from immortal.replay.fleet.report import outcome_lines
 from immortal.replay.plan import ReplayError
+
+IMPORT_S = 60.0  # for a module, at least
 
 
 def what_if(
@@ -96,13 +98,15 @@ def opened_fleet(
 ) -> Iterator[OpenedFleet]:
     """Open the logs of a home, but of the services ``without``.
 
-    Raises LogError; with ``needs_apps``, ReplayError if no service has an app.
+    Raises LogError, ReplayError if one of ``without`` is not there; with ``needs_apps``, if no service has an app.
     """
     registry = Registry(Path(home))
+    if unknown := sorted(set(without).difference(names := registry.names())):
+        raise ReplayError(f"{unknown[0]!r} is not here, so nothing can be without it: {', '.join(names)} are")
     with ExitStack() as stack:
         readers: dict[str, LogReader] = {}
         notes: list[str] = []
-        for name in registry.names():
+        for name in names:
             settings = registry.load(name)
             if not log_exists(settings.log):
                 continue
@@ -154,8 +158,11 @@ def load_function(text: str) -> Callable[..., Any]:
     add_to_path(os.getcwd())
     module_name, _, name = text.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # the user's module
+        with limited(IMPORT_S):
+            found = getattr(importlib.import_module(module_name), name)
+    except BaseException as error:  # the user's module
+        if not is_user_failure(error):
+            raise
         raise ReplayError(f"{text!r} can't be loaded: {type(error).__name__}: {error}") from None
     if not callable(found):
         raise ReplayError(f"{text!r} is no function: one was expected, such as module:function")
@@ -171,15 +178,16 @@ def load_definition(app: str, code: Path | None = None) -> Definition:
     add_to_path(os.getcwd())
     try:
         if code is None:
-            return definition_of(load(app))
+            with limited(IMPORT_S):
+                return definition_of(load(app))
         code_environment(code)  # raises if it is neither a folder nor a wheel
-        with _modules_of(app, code):
+        with _modules_of(app, code), limited(IMPORT_S):
             definition = definition_of(load(app))
             definition.state()  # resolves its types by the names of their modules, while these are loaded
             for handler in definition.handlers.values():
                 definition.codec(handler)
             module = sys.modules[definition.cls.__module__]
-            if not os.path.realpath(str(module.__file__)).startswith(os.path.realpath(code)):
+            if not _is_in(code, str(module.__file__)):
                 raise ReplayError(f"{app!r}: nothing of it is in {code}: give the folder or the wheel that has it")
             return definition
     except ReplayError:
@@ -190,6 +198,10 @@ def load_definition(app: str, code: Path | None = None) -> Definition:
         if not is_user_failure(error):
             raise
         raise ReplayError(f"{app!r} can't be imported: {type(error).__name__}: {error}") from None
+
+
+def _is_in(code: Path, file: str) -> bool:
+    return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(code))
 
 
 @contextmanager
@@ -217,6 +229,6 @@ def _modules_of(app: str, code: Path) -> Iterator[None]:
         sys.path.remove(str(code.absolute()))
         for name in [name for name in sys.modules if name not in before]:
             origin = getattr(sys.modules[name], "__file__", None) or ""
-            if os.path.realpath(origin).startswith(os.path.realpath(code)) or name in kept:
+            if _is_in(code, origin) or name in kept:
                 del sys.modules[name]
         sys.modules.update(kept)

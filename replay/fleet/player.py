@@ -21,6 +21,7 @@ from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.running.tracing import TracingDispatcher
 from immortal.appsdk.waiting.impulses import Effect, encode_result
+from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
@@ -85,11 +86,14 @@ class LoggedRecord(Struct, frozen=True):
 
 def logged(source: RecordSource, checkpoint: CheckpointHeader, to_ns: int | None) -> Iterator[LoggedRecord]:
     """Yield the records after ``checkpoint``, up to the present last one and up to ``to_ns``."""
-    for value in source.values(checkpoint.sequence_id + 1, source.summary().last_sequence_id):
-        record = LoggedRecord.of(value)
-        if to_ns is not None and record.time_ns > to_ns:
-            return
-        yield record
+    try:
+        for value in source.values(checkpoint.sequence_id + 1, source.summary().last_sequence_id):
+            record = LoggedRecord.of(value)
+            if to_ns is not None and record.time_ns > to_ns:
+                return
+            yield record
+    except DamagedLogError as error:
+        raise DamagedLogError(f"{source.identity.instance_name}: {error}", error.sequence_id) from None
 
 
 class Output(Struct, frozen=True):
@@ -172,8 +176,13 @@ def first_checkpoint(source: RecordSource, not_after_ns: int | None, behind: int
 
 NEW_OBJECTS_MAX = 50_000  # before the next collection of garbage
 _running = False
-_limit_s = 0.0  # no limit
+_limit_s = _given_s = 0.0  # no limit
 _FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork")
+
+
+def stop(number: int, frame: object) -> None:
+    """Handle SIGALRM."""
+    raise TimeoutError(f"a what-if gives it {_given_s:g} s (--handler-limit): it was ended")
 
 
 def seal_process(limit_s: float) -> None:
@@ -182,9 +191,6 @@ def seal_process(limit_s: float) -> None:
     """
     global _limit_s
     gc.set_threshold(NEW_OBJECTS_MAX)  # many handlers wait at once: a fifth of the time would go into collections
-
-    def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"a what-if gives it {limit_s:g} s (--handler-limit): it was ended")
 
     def look(event: str, arguments: object) -> None:
         if _running and event.startswith(_FORBIDDEN):
@@ -213,10 +219,12 @@ def sealed() -> Iterator[None]:
 
 
 @contextmanager
-def limited() -> Iterator[None]:
-    """Raise TimeoutError inside the block when the limit of :func:`seal_process` is over."""
+def limited(at_least_s: float = 0.0) -> Iterator[None]:
+    """Raise TimeoutError inside the block when the limit of :func:`seal_process` is over, and ``at_least_s``."""
+    global _given_s
     if _limit_s:
-        signal.setitimer(signal.ITIMER_REAL, _limit_s)
+        _given_s = max(_limit_s, at_least_s)
+        signal.setitimer(signal.ITIMER_REAL, _given_s)
     try:
         yield
     finally:

@@ -7,6 +7,8 @@ on (a handler stops its app, other code takes over, the log was trimmed) begins 
 from __future__ import annotations
 
 import faulthandler
+import os
+import resource
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -49,6 +51,7 @@ STATES_SHARE = 20  # comparing states, or trying to begin, takes at most this pa
 TEXTS_MAX = 20  # of one kind and handler; then one for each record
 PATHS_MAX = 1_000  # parts of a state that are reported
 WAITING_MAX = 10_000  # handlers of the changed code that wait for answers that no log has
+TOO_LARGE = "over the memory of --memory-limit"
 
 
 class Found(Struct, frozen=True, tag="difference"):
@@ -337,20 +340,34 @@ class Shadow:
 
 
 class _Watchdog:
-    """Ends the process, and says where it is, if records take over twice ``limit_s``: code can catch all errors."""
+    """Ends the process if records take over twice ``limit_s``, or its code too much memory, and says so on stderr: code
+    can catch all errors.
+    """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, memory_bytes: int) -> None:
         self._limit_s = limit_s
         self._armed_s = 0.0
+        self._memory_bytes = memory_bytes
+        self._counts = os.open("/proc/self/statm", os.O_RDONLY)
+        # Within a record. Not of the address space: the mapped log takes as much of that as it can grow to.
+        resource.setrlimit(resource.RLIMIT_DATA, (2 * memory_bytes, 2 * memory_bytes))
 
     def watch(self) -> None:
+        self._look_at_memory()
         if (now_s := time.monotonic()) - self._armed_s > self._limit_s / 4:
             self._armed_s = now_s
             faulthandler.dump_traceback_later(2 * self._limit_s, exit=True)
 
     def rest(self) -> None:
+        self._look_at_memory()
         self._armed_s = 0.0
         faulthandler.cancel_dump_traceback_later()
+
+    def _look_at_memory(self) -> None:
+        _, resident, shared, *_ = map(int, os.pread(self._counts, 200, 0).split())
+        if (resident - shared) * resource.getpagesize() > self._memory_bytes:
+            os.write(2, f"{TOO_LARGE}\n".encode())
+            os._exit(1)
 
 
 def follow(
@@ -365,14 +382,15 @@ def follow(
     begin_ns: int | None = None,
     trust_pickle: bool = False,
     limit_s: float,
+    memory_bytes: int,
 ) -> None:
     """Follow the logs of ``changes`` (the class to try, by service) until ``is_over``.
 
     ``marks``: where an earlier process ended. ``note``: gets "service record side" before that code handles a record,
-    "" for none. The process is ended if code goes on for twice ``limit_s``. Raises ReplayError if a shadow can't begin,
-    LogError.
+    "" for none. The process is ended if code goes on for twice ``limit_s``, or takes over ``memory_bytes``. Raises
+    ReplayError if a shadow can't begin, LogError.
     """
-    registry, watchdog = Registry(home), _Watchdog(limit_s)
+    registry, watchdog = Registry(home), _Watchdog(limit_s, memory_bytes)
     with ExitStack() as stack:
         shadows = []
         for name, app in changes.items():
@@ -382,8 +400,8 @@ def follow(
             reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
 
             def noted(record: int, side: str, name: str = name) -> None:
-                note(f"{name} {record} {side}")
                 watchdog.watch()
+                note(f"{name} {record} {side}")
 
             mark = marks.get(name)
             definition = load_definition(app, code)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -438,8 +438,11 @@ class MomentExplorer:
                 return {"at": None, "is_cut": True}
         return {"at": None, "is_cut": False}
 
-    def minimal(self, record: int, index: int, path: str) -> Values:
-        """The fewest inputs, from the oldest checkpoint to that message, behind which the value is the same."""
+    def minimal(self, record: int, index: int, path: str, likely: Sequence[Sequence[int]] = ()) -> Values:
+        """The fewest inputs, from the oldest checkpoint to that message, behind which the value is the same.
+
+        ``likely``: messages that may be enough, to begin with.
+        """
         steps, at = steps_of(path), (record, index)
         self._visit(at)
         wanted = part_of(self._states[at], steps)
@@ -455,7 +458,8 @@ class MomentExplorer:
 
         if not holds(inputs):
             raise ReplayError(f"{path}: the inputs of the log, given once more, do not give it that value")
-        kept = fewest(inputs, holds, self._is_late)
+        some = sorted(set(inputs).intersection(map(tuple, likely)))
+        kept = fewest(some if holds(some) else inputs, holds, self._is_late)
         cls = self._definition.cls
         return {
             "of": len(inputs),

@@ -9,6 +9,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -254,6 +256,51 @@ def test_a_coordinator_that_slept_while_another_took_over_is_fenced(house: House
         assert house.status("feeder")["outputs"]["counter"]["acknowledged"] <= seen
     assert elsewhere.call("counter", "totals") == [seen, 0]
     assert second.stop() == 0
+
+
+def test_a_live_what_if_goes_on_behind_a_takeover_and_a_restart_of_the_server(house: House, postgres: Postgres) -> None:
+    source = (house.home / "counting.py").read_text()
+    (house.home / "other.py").write_text(
+        source.replace("noted.fork(number)", f"noted.fork(-number if number in {{10, {CALLS}}} else number)")
+    )
+    first = house.run("counter", "counting:Counter")
+    house.until(lambda: first.said("ready"), "the first one is up")
+    command = [sys.executable, "-m", "immortal", "--home", str(house.home), "what-if", "--fleet", "--live", "--json"]
+    with open(said := house.home / "shadow.txt", "w") as file:
+        shadow = subprocess.Popen([*command, "--change", "counter=other:Counter"], cwd=house.home, stdout=file)
+    try:
+        house.until(lambda: "from checkpoint" in said.read_text(), "it follows")
+        elsewhere = another_machine(house)
+        shutil.copy(house.home / "feeder.toml", elsewhere.home)
+        (elsewhere.home / "feeder").mkdir(mode=0o700)
+        shutil.copy(house.home / "feeder" / "public_keys", elsewhere.home / "feeder")
+        second = elsewhere.run("counter", "counting:Counter")
+        house.until(lambda: follower_status(elsewhere)["phase"] == "following", "the second one follows")
+        with (house.home / "feeder.toml").open("a") as toml:
+            toml.write(f'\n[peers]\ncounter = "{house.registry.load("counter").log}"\n')
+        house.run("feeder", "counting:Feeder")
+        house.until(lambda: "would be Feeder.noted(-10)" in said.read_text(), "a difference is told")
+        sleeper = house.status("counter")["pid"]
+        os.kill(sleeper, signal.SIGSTOP)
+        try:
+            house.until(lambda: second.said("recovered"), "the lease has run out, and the second one takes over")
+        finally:
+            os.kill(sleeper, signal.SIGCONT)
+        postgres.stop()
+        house.until(lambda: "it is tried again" in said.read_text(), "the log is away")
+        postgres.start()
+        house.until(lambda: f"would be Feeder.noted(-{CALLS})" in said.read_text(), "the last call is compared")
+        house.until(lambda: elsewhere.call("counter", "totals") == [CALLS, 0], "all calls have come")
+        shadow.send_signal(signal.SIGINT)
+        assert shadow.wait(WAIT_S) == 3
+    finally:
+        shadow.kill()
+        shadow.wait()
+    told = [json.loads(line) for line in said.read_text().splitlines()]
+    assert [one["text"].rpartition("would be ")[2] for one in told if one["type"] == "difference"] == [
+        "Feeder.noted(-10)",
+        f"Feeder.noted(-{CALLS})",
+    ]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT])

@@ -103,6 +103,16 @@ def test_debits_at_servers_that_die_with_their_replies() -> None:
     assert int(deaths[1]) > 0
 
 
+def test_debits_end_at_once_where_a_server_can_not_start() -> None:
+    script = "import debits, sys, vault; vault.__file__ = '/no/vault.py'; sys.exit(debits.main())"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, cwd=ROOT / "examples" / "pirate", capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "can't open file '/no/vault.py'" in done.stderr
+
+
 def test_a_server_that_is_killed_at_work(tmp_path: Path) -> None:
     """The one that works is killed; the other waits for the store, and does it. It is done once."""
     with workers(tmp_path, 2) as (one, two), connect([one.endpoint, two.endpoint]) as pool:

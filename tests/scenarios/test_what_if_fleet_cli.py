@@ -7,6 +7,7 @@ import html
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,10 @@ from immortal.cli import main
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import LogReader
+from immortal.replay.fleet import opening, player
 from immortal.replay.plan import ReplayError
 from tests.helpers.at_terminal import AtTerminal
+from tests.helpers.fleet import flip_byte
 from tests.helpers.recorded import Instances, load_module, write_module
 
 SHOP = """
@@ -146,6 +149,9 @@ def test_code_of_another_folder_may_have_the_name_of_the_old(folder: Path) -> No
     found = values(folder, "--change", f"shop={name}", "--code", "next")
     assert state_of(found, "till") == {"sold['tea']": (15, 20)}
     assert "nothing of it is in home" in what_if(folder, "--change", f"shop={name}", "--code", "home", status=1)
+    shutil.copytree(folder / "next", folder / "next2")
+    said = what_if(folder, "--change", f"shop=next2.{name}", "--code", "next", status=1)
+    assert "nothing of it is in next" in said
 
 
 def test_a_new_call_to_a_service_without_a_log_is_listed_and_answered_or_fails(folder: Path) -> None:
@@ -177,6 +183,7 @@ def test_an_app_of_another_kind_counts_as_one_without_a_log(folder: Path, monkey
 
 def test_a_check_says_where_it_breaks_first(folder: Path) -> None:
     (folder / "checks.py").write_text(
+        "print('in no report')\n\n\n"
         "def check(fleet):\n    assert fleet['till'].sold.get('tea', 0) <= 15, 'sold too much'\n"
     )
     found = values(folder, "--change", f"shop={variant(folder, *TWICE)}", "--check", "checks:check", "--seeds", "3")
@@ -264,6 +271,29 @@ def test_what_can_not_be_tried_is_said(folder: Path, change: str, said: str) -> 
     assert said in what_if(folder, "--change", change, status=1)
 
 
+def test_a_module_that_ends_or_hangs_as_it_is_imported_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    (folder / "hangs.py").write_text("while True:\n    pass\n")
+    told = "--change", f"shop={variant(folder)}"
+    assert "'leaves:f' can't be loaded: SystemExit: 3" in what_if(folder, *told, "--effects", "leaves:f", status=1)
+    assert "'leaves:Shop' can't be imported: SystemExit: 3" in what_if(folder, "--change", "shop=leaves:Shop", status=1)
+    monkeypatch.setattr(player, "_limit_s", 0.1)
+    monkeypatch.setattr(opening, "IMPORT_S", 0.2)
+    monkeypatch.syspath_prepend(folder)
+    before = signal.signal(signal.SIGALRM, player.stop)
+    try:
+        with pytest.raises(ReplayError, match=r"'hangs:Shop' can't be imported: TimeoutError: .* gives it 0.2 s"):
+            opening.load_definition("hangs:Shop")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_damaged_record_is_named_with_its_service(folder: Path) -> None:
+    flip_byte(folder / "logs" / "stock" / "log", 3)
+    said = what_if(folder, "--change", f"shop={variant(folder, *TWICE)}", status=1)
+    assert said.startswith("error: stock: record 3 is damaged")
+
+
 def test_code_that_ends_its_process_is_said(folder: Path) -> None:
     before = "if await self.stock.take(item, count):"
     app = variant(folder, before, f"import os; os._exit(7)\n        {before}")
@@ -302,6 +332,9 @@ def test_wrong_options_are_said(folder: Path) -> None:
     said = what_if(folder, "--change", f"shop={variant(folder)}", "--seeds", "2", "--delays", "longest", status=2)
     assert "--delays longest leaves one order, and --seeds tries many" in said
     assert "a time was expected" in what_if(folder, "--change", f"shop={variant(folder)}", "--from", "3", status=1)
+    said = what_if(folder, "--change", f"shop={variant(folder)}", "--without", "nobody", status=1)
+    assert "'nobody' is not here, so nothing can be without it: shop, stock, till are" in said
+    assert "such as 1-20" in what_if(folder, "--change", f"shop={variant(folder)}", "--orders", "1-many", status=2)
 
 
 def test_a_page_shows_all_of_it_and_needs_nothing_from_elsewhere(folder: Path) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.cli import HOME, Run, immortal, wait_until
 
 SHOP = """
 import os
+import threading
 import time
 
 from immortal import Immortal, peer, rpc
@@ -59,6 +60,12 @@ TRICKS = """
                     time.sleep(1)
                 except TimeoutError:
                     pass
+        elif item == "thread":
+            threading.Thread(target=threading.Event().wait).start()  # which the end of the process would wait for
+        elif item == "grow":
+            Till.held = b"x" * (100 << 20)
+        elif item == "grow at once":
+            bytes(1 << 40)
         elif item == "leave":
             os.system("touch left")
 """
@@ -110,6 +117,12 @@ def totals(run: Run) -> dict[str, Any]:
     return dict([row for row in rows if row["type"] == "progress"][-1])
 
 
+MEMORY = "--memory-limit", "100"
+ENDS = {
+    "hang": "does not end",
+    "end": "ends its process (status 7)",
+    "grow": "needs more memory than --memory-limit gives it",
+}
 TWICE = '"text": "Shop.order(\'twice\', 5)'
 WOULD_BE = "was Till.sell(5); would be Till.sell(10)"
 
@@ -117,7 +130,9 @@ WOULD_BE = "was Till.sell(5); would be Till.sell(10)"
 def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> None:
     with ExitStack() as stack:
         shop = stack.enter_context(running(folder, "shop", until="ready"))
-        shadow = stack.enter_context(live(folder, "--html", "page.html", "--consequences", "--handler-limit", "0.2"))
+        shadow = stack.enter_context(
+            live(folder, "--html", "page.html", "--consequences", "--handler-limit", "1", *MEMORY)
+        )
         order(folder, "tea", "twice", "twice")
         told = [found(shadow, TWICE, count) for count in (1, 2)]
         assert {(one["service"], one["to"], one["handler"], one["kind"]) for one in told} == {
@@ -135,7 +150,7 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
         order(folder, "twice")
         found(shadow, TWICE, 3)
 
-        for times, (item, text) in enumerate((("hang", "does not end"), ("end", "ends its process (status 7)")), 2):
+        for times, (item, text) in enumerate(ENDS.items(), 2):
             order(folder, item)
             assert found(shadow, f"the new code {text}")["kind"] == "ends"
             immortal(folder, "checkpoint", "shop")
@@ -144,13 +159,17 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
             found(shadow, TWICE, times + 2)
 
         order(folder, "leave")
-        assert "PermissionError: a what-if lets nothing out" in found(shadow, "would fail")["text"]
+        assert "would fail" in found(shadow, "PermissionError: a what-if lets nothing out")["text"]
         assert not (folder / "left").exists()
-        assert shadow.count(TWICE) == 5
+        order(folder, "grow at once")
+        found(shadow, "MemoryError")
+        order(folder, "thread", "twice")
+        found(shadow, TWICE, 7)
+        assert shadow.count(TWICE) == 7
         shadow.process.send_signal(signal.SIGINT)
         assert shadow.ended() == 3
-        counts = totals(shadow)  # of all but the two records that ended the process, with the initial message
-        assert (counts["record"], counts["messages"], counts["same"]) == (9, 8, 7)
+        counts = totals(shadow)  # of all but the three records that ended the process, with the initial message
+        assert (counts["record"], counts["messages"], counts["same"]) == (14, 12, 9)
 
         same = ("what-if", "--fleet", "--live", "--change", "shop=shop:Shop", "--for", "1s")
         assert immortal(folder, *same).endswith("\nno difference\n")
@@ -159,7 +178,7 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--for", "1h"), "--for and --consequences are for --live"),
+        (("--for", "1h"), "--for, --consequences and --memory-limit are for --live"),
         (("--live", "--for", "soon"), "a duration was expected"),
         (("--live", "--to", "2026-01-01"), "--to: not with --live"),
         (("--live", "--consequences", "--effects", "ask"), "--effects ask: not with --live"),

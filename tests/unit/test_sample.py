@@ -292,6 +292,7 @@ def inputs_only(one: Input) -> dict[str, Any]:
         ({"keep": lambda one: False}, "none of 14 inputs is kept"),
         ({"share": 0.5, "keys": ["custumer"]}, "--key custumer: no input has such an argument; there are .*customer"),
         ({"keep": lambda one: one.arguments["phone"]}, "--keep fails for .*: KeyError: 'phone'"),
+        ({"begin_ns": 1 << 62}, "the logs have no input from outside in that time"),
         ({"to_ns": 1}, "no log has a record up to that time"),
         ({"redact": lambda one: {}}, r"--redact fails for .*: it returned the arguments \[\], and"),
         ({"redact": lambda one: one.arguments["phone"]}, "--redact fails for .*: KeyError: 'phone'"),
