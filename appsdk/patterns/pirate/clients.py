@@ -211,6 +211,10 @@ class InstanceCalls(_Pool):
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
         raise TypeError(f"{method.name}.fork: calls to a pool wait for their replies; connect(NAME) has forks")
 
+    def new_key(self) -> str:
+        """Return a key for a call that is started without one."""
+        return random_client_id()
+
     def start(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str, trace_context: str = ""
     ) -> Coroutine[Any, Any, None]:
