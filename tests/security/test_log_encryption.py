@@ -393,6 +393,29 @@ def test_a_key_comes_from_the_environment_or_a_command(tmp_path: Path, monkeypat
     assert encryption.read_keys(f"command:echo {KEY.secret.hex()}") == (KEY,)
 
 
+def test_a_command_is_run_once_for_each_time_that_a_log_is_opened(
+    log: Place, tmp_path: Path, mac_keys: tuple[LogKey, ...]
+) -> None:
+    runs = tmp_path / "runs"
+    log.encryption_key = f"command:sh -c 'echo >> {runs}; cat {tmp_path}/key'"
+    for _ in range(3):
+        with opened(log, mac_keys):
+            pass
+    assert runs.read_text() == "\n" * 3
+    with open_reader(log, NAME):
+        assert runs.read_text() == "\n" * 4
+
+
+def test_who_has_no_key_for_a_new_log_is_told_so(key_file: Path) -> None:
+    place = place_of("memory:unwritten")
+    place.remove()
+    place.encryption_key = str(key_file)
+    opening.create_log(place, NAME).close()  # it ends before its first append
+    place.encryption_key = ""
+    with pytest.raises(LogKeyError, match="log of 'alice' is encrypted, and no key is given"):
+        open_log(place, NAME)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
