@@ -90,7 +90,14 @@ def read_keys(source: str) -> tuple[LogKey, ...]:
 
 def _output_of(command: str) -> str:
     try:
-        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+        done = subprocess.run(
+            shlex.split(command),
+            stdin=subprocess.DEVNULL,  # ours can be a query, or calls
+            capture_output=True,
+            text=True,
+            errors="replace",  # an error of decoding would show a part of the key
+            timeout=COMMAND_TIMEOUT_S,
+        )
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise LogKeyError(f"the key that encrypts the log cannot be had from {command!r}: {error}") from None
     if done.returncode != 0:
