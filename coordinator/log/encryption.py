@@ -157,7 +157,7 @@ class DataKeys:
                     raise DamagedLogError(
                         f"data key {number} of the log is not what {key.id} has wrapped", -1
                     ) from None
-                self._secrets[number], self._ciphers[number] = secret, AESGCM(secret)
+                self._ciphers[number], self._secrets[number] = AESGCM(secret), secret
         return stored
 
     def new_encryptor(self, view: View) -> Encryptor:

@@ -296,6 +296,16 @@ def test_a_log_in_plain_is_encrypted_by_a_copy(tmp_path: Path, key_file: Path, m
         back_up(tmp_path / "plain", NAME, encrypted(tmp_path / "copy", key_file), mac_keys)
 
 
+def test_an_archive_in_plain_is_not_restored_where_an_encrypted_log_is_meant(tmp_path: Path, key_file: Path) -> None:
+    write_log(tmp_path / "plain")
+    archive = Archive(Objects(store_of(f"file://{tmp_path}/archive", make=True), "there").below(NAME))
+    with open_reader(tmp_path / "plain", NAME) as reader:
+        assert Archiver(archive, reader).moment() is not None
+    with pytest.raises(LogKeyError, match="is not encrypted, and its settings have an 'encryption_key': without that"):
+        restore(archive, NAME, archive.moments(), 0, encrypted(tmp_path / "restored", key_file), ())
+    assert not (tmp_path / "restored").exists()
+
+
 def test_a_backup_in_plain_does_not_go_on_encrypted(tmp_path: Path, key_file: Path) -> None:
     write_log(tmp_path / "plain")
     back_up(tmp_path / "plain", NAME, tmp_path / "backup")
