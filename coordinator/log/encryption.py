@@ -122,11 +122,14 @@ _WRAPPED_KEY = decoding.Decoder(WrappedKey)
 
 def wrapped_keys(view: View) -> dict[int, WrappedKey]:
     """Return the data keys in the log by number, as they are stored. Raises DamagedLogError."""
-    rows = Span("meta", META_DATA_KEY, META_DATA_KEY + b"~").rows(view)
-    return {
-        int(key[len(META_DATA_KEY) :], 16): log_format.unseal(b"meta", key, bytes(value), _WRAPPED_KEY)
-        for key, value in rows
-    }
+    found = {}
+    for key, value in Span("meta", META_DATA_KEY, META_DATA_KEY + b"~").rows(view):
+        try:
+            (number,) = _NUMBER.unpack(bytes.fromhex(key[len(META_DATA_KEY) :].decode("latin-1")))
+        except (ValueError, struct.error):
+            raise DamagedLogError(f"the log's table 'meta' has a data key without a number: {key!r}", -1) from None
+        found[number] = log_format.unseal(b"meta", key, bytes(value), _WRAPPED_KEY)
+    return found
 
 
 class DataKeys:

@@ -203,6 +203,16 @@ def test_a_data_key_of_another_log_is_refused(tmp_path: Path, key_file: Path) ->
         open_reader(log, NAME)
 
 
+@pytest.mark.parametrize("number", [b"zz", b"123456789"])
+def test_a_data_key_without_a_number_is_damage(tmp_path: Path, key_file: Path, number: bytes) -> None:
+    log = encrypted(tmp_path / "log", key_file)
+    write_log(log)
+    with forger.written(tmp_path / "log") as (transaction, tables):
+        first = bytes(transaction.get(log_format.META_DATA_KEY + b"00000001", db=tables["meta"]))
+        transaction.put(log_format.META_DATA_KEY + number, first, db=tables["meta"])
+    assert "a data key without a number" in findings(log)[0]
+
+
 def test_each_start_has_a_data_key_of_its_own_so_that_no_nonce_repeats(
     log: Place, tmp_path: Path, mac_keys: tuple[LogKey, ...]
 ) -> None:
