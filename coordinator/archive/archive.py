@@ -42,6 +42,7 @@ from immortal.coordinator.log.authentication import LogKey, Macs, find_key, read
 from immortal.coordinator.log.backend import Place, Severity, TableSize, View
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, read_identity
+from immortal.coordinator.log.open import require_encrypted
 from immortal.coordinator.log.verify import verify_log
 from immortal.coordinator.objects import DamagedObjectError
 from immortal.coordinator.objects.store import Objects
@@ -239,6 +240,7 @@ def restore(
 
         view = ArchivedView(needs, rows_of, moment)
         identity = read_identity(view, archive.objects.where, moment.instance)
+        require_encrypted(place, identity)
         marker = read_marker(view)
         mac = None
         if marker is not None:

@@ -69,9 +69,6 @@ def _associated(table: str, key: bytes) -> bytes | None:
 # The operator's keys, which wrap data keys.
 
 
-_known: dict[str, tuple[LogKey, ...]] = {}  # by source: a command can take long
-
-
 def read_keys(source: str) -> tuple[LogKey, ...]:
     """Read the operator's keys, the one in use first, from an absolute path, env:VARIABLE or command:PROGRAM ARGUMENTS.
 
@@ -82,45 +79,31 @@ def read_keys(source: str) -> tuple[LogKey, ...]:
         text = os.environ.get(rest)
         if text is None:
             raise LogKeyError(f"the environment has no {rest}: the key that encrypts the log was expected there")
-        keys = parse_keys(text, f"the environment variable {rest}")
-    elif kind == "command":
-        keys = parse_keys(_output_of(rest), f"what {rest!r} has written")
-    else:
-        try:
-            keys = read_key_file(Path(source), "and if somebody may have read it, take a new one")
-        except (FileNotFoundError, NotADirectoryError):
-            raise LogKeyError(
-                f"there is no key in {source}: the key that encrypts the log was expected there"
-            ) from None
-    _known[source] = keys
-    return keys
+        return parse_keys(text, f"the environment variable {rest}")
+    if kind == "command":
+        return parse_keys(_output_of(rest), f"what {rest!r} has written")
+    try:
+        return read_key_file(Path(source), "and if somebody may have read it, take a new one")
+    except (FileNotFoundError, NotADirectoryError):
+        raise LogKeyError(f"there is no key in {source}: the key that encrypts the log was expected there") from None
 
 
 def _output_of(command: str) -> str:
     try:
-        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+        done = subprocess.run(
+            shlex.split(command),
+            stdin=subprocess.DEVNULL,  # ours can be a query, or calls
+            capture_output=True,
+            text=True,
+            errors="replace",  # an error of decoding would show a part of the key
+            timeout=COMMAND_TIMEOUT_S,
+        )
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise LogKeyError(f"the key that encrypts the log cannot be had from {command!r}: {error}") from None
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
         raise LogKeyError(f"{command!r}, for the key that encrypts the log, ended with {done.returncode}: {said[0]}")
     return done.stdout
-
-
-def _key_with_id(source: str, key_id: str, instance_name: str) -> LogKey:
-    """Return the operator's key with this ID. Raises LogKeyError if the source has it not."""
-    what = f"the log of {instance_name!r} is encrypted with the key {key_id}"
-    if not source:
-        raise LogKeyError(
-            f"{what}, and no key is given: 'encryption_key' in its settings says where it is, or, for a log named by"
-            f" its folder or URL, {ENCRYPTION_KEY_VARIABLE} in the environment"
-        )
-    for keys in (_known.get(source, ()), read_keys(source)):  # the source can have another key by now
-        for key in keys:
-            if key.id == key_id:
-                return key
-    have = ", ".join(key.id for key in keys)
-    raise LogKeyError(f"{what}, and {source} has {have}: bring that key back, behind the one in use")
 
 
 # Data keys, which encrypt rows.
@@ -139,11 +122,14 @@ _WRAPPED_KEY = decoding.Decoder(WrappedKey)
 
 def wrapped_keys(view: View) -> dict[int, WrappedKey]:
     """Return the data keys in the log by number, as they are stored. Raises DamagedLogError."""
-    rows = Span("meta", META_DATA_KEY, META_DATA_KEY + b"~").rows(view)
-    return {
-        int(key[len(META_DATA_KEY) :], 16): log_format.unseal(b"meta", key, bytes(value), _WRAPPED_KEY)
-        for key, value in rows
-    }
+    found = {}
+    for key, value in Span("meta", META_DATA_KEY, META_DATA_KEY + b"~").rows(view):
+        try:
+            (number,) = _NUMBER.unpack(bytes.fromhex(key[len(META_DATA_KEY) :].decode("latin-1")))
+        except (ValueError, struct.error):
+            raise DamagedLogError(f"the log's table 'meta' has a data key without a number: {key!r}", -1) from None
+        found[number] = log_format.unseal(b"meta", key, bytes(value), _WRAPPED_KEY)
+    return found
 
 
 class DataKeys:
@@ -152,6 +138,7 @@ class DataKeys:
     def __init__(self, identity: LogIdentity, source: str) -> None:
         self.source = source
         self._identity = identity
+        self._operators_keys: tuple[LogKey, ...] = ()  # as last read from the source: a command can take long
         self._number_max = 0  # of this process, stored or not: no number is used for two keys
         self._secrets: dict[int, bytes] = {}
         self._ciphers: dict[int, AESGCM] = {}
@@ -159,21 +146,29 @@ class DataKeys:
     def load(self, view: View) -> dict[int, WrappedKey]:
         """Unwrap the data keys that are not known yet; return all as stored. Raises LogKeyError, DamagedLogError."""
         stored = wrapped_keys(view)
+        if not self.source:
+            raise LogKeyError(
+                f"{self._is_encrypted(*stored.values())}, and no key is given: 'encryption_key' in its settings says"
+                f" where it is, or, for a log named by its folder or URL, {ENCRYPTION_KEY_VARIABLE} in the environment"
+            )
         for number, one in stored.items():
             if number not in self._secrets:
-                key = _key_with_id(self.source, one.key_id, self._identity.instance_name)
+                key = self._key_of(one)
                 try:
                     secret = AESGCM(key.secret).decrypt(one.nonce, one.wrapped, self._whose(number))
                 except InvalidTag:
                     raise DamagedLogError(
                         f"data key {number} of the log is not what {key.id} has wrapped", -1
                     ) from None
-                self._secrets[number], self._ciphers[number] = secret, AESGCM(secret)
+                self._ciphers[number], self._secrets[number] = AESGCM(secret), secret
         return stored
 
     def new_encryptor(self, view: View) -> Encryptor:
         """Make a new data key, and wrap all keys by the operator's first one. Raises as :meth:`load`."""
-        stored, key = self.load(view), read_keys(self.source)[0]
+        if self.source:
+            self._operators_keys = read_keys(self.source)
+        stored = self.load(view)
+        key = self._operators_keys[0]
         number = self._number_max = max(self._number_max, *stored, 0) + 1
         secret = secrets.token_bytes(_KEY_SIZE_BYTES)
         rows = [self._wrapped(number, secret, key)]
@@ -195,6 +190,23 @@ class DataKeys:
             return cipher.decrypt(bytes(value[:_NONCE_SIZE_BYTES]), value[_NONCE_SIZE_BYTES:], associated)
         except InvalidTag:
             return b""
+
+    def _key_of(self, wrapped: WrappedKey) -> LogKey:
+        """Return the operator's key that has wrapped this one. Raises LogKeyError if the source has it not."""
+        for reads in (False, True):  # the source can have another key by now
+            if reads:
+                self._operators_keys = read_keys(self.source)
+            for key in self._operators_keys:
+                if key.id == wrapped.key_id:
+                    return key
+        have = ", ".join(key.id for key in self._operators_keys)
+        raise LogKeyError(
+            f"{self._is_encrypted(wrapped)}, and {self.source} has {have}: bring that key back, behind the one in use"
+        )
+
+    def _is_encrypted(self, *stored: WrappedKey) -> str:
+        ids = " and ".join(sorted({one.key_id for one in stored}))
+        return f"the log of {self._identity.instance_name!r} is encrypted{ids and ' with the key '}{ids}"
 
     def _wrapped(self, number: int, secret: bytes, key: LogKey) -> Row:
         nonce = secrets.token_bytes(_NONCE_SIZE_BYTES)

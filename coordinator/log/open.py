@@ -178,13 +178,19 @@ def unlocked(place: Place, backend: Backend) -> Backend:
         from immortal.coordinator.log import encryption
 
         return encryption.encrypted_backend(backend, place.encryption_key, writes=True)
-    if place.encryption_key:
-        name = backend.identity.instance_name
-        raise LogKeyError(
-            f"the log of {name!r} is not encrypted, and its settings have an 'encryption_key':"
-            f" 'immortal log copy {name} --to FOLDER --switch' makes an encrypted one of it"
-        )
+    require_encrypted(place, backend.identity)
     return backend
+
+
+def require_encrypted(place: Place, identity: LogIdentity) -> None:
+    """Raise LogKeyError if ``place`` has an encryption key, and its log with this identity is not encrypted."""
+    if place.encryption_key and not identity.is_encrypted:
+        name = identity.instance_name
+        raise LogKeyError(
+            f"the log of {name!r} is not encrypted, and its settings have an 'encryption_key': without that it is"
+            f" restored and starts; then, with it, 'immortal log copy {name} --to FOLDER --switch' makes an encrypted"
+            " one of it"
+        )
 
 
 def open_reader(

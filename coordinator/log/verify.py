@@ -138,7 +138,10 @@ class LogVerification(Struct):
         )
 
     def findings(self) -> Iterator[Finding]:
-        """Yield each finding when it is found. Raises LogLockedError if the log is open in this process."""
+        """Yield each finding when it is found.
+
+        Raises LogLockedError if the log is open in this process, LogKeyError without the key that encrypts it.
+        """
         for finding in self._walk():
             self.damaged += finding.severity is Severity.DAMAGE
             self.fatal += finding.severity is Severity.FATAL
@@ -162,7 +165,7 @@ class LogVerification(Struct):
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "meta", f"{error}; the log cannot be opened")
             return
-        except LogLockedError:
+        except (LogLockedError, LogKeyError):
             raise
         except LogError as error:
             yield Finding(Severity.FATAL, "file", str(error))

@@ -144,7 +144,8 @@ def test_a_log_without_its_key_is_not_read_and_says_so(
     for attempt in (lambda: open_log(bare, NAME, keys=mac_keys), lambda: open_reader(bare, NAME)):
         with pytest.raises(LogKeyError, match=f"encrypted with the key {KEY.id}, and no key is given"):
             attempt()
-    assert "no key is given" in findings(bare)[0]
+    with pytest.raises(LogKeyError, match="no key is given"):
+        findings(bare)
     write_keys(tmp_path / "other", OTHER)
     with pytest.raises(LogKeyError, match=f"and .*other has {OTHER.id}: bring that key back"):
         open_reader(encrypted(Path(log.location), tmp_path / "other"), NAME)
@@ -200,6 +201,16 @@ def test_a_data_key_of_another_log_is_refused(tmp_path: Path, key_file: Path) ->
         transaction.put(name, log_format.seal(b"meta", name, torn), db=tables["meta"])
     with pytest.raises(DamagedLogError, match=f"data key 1 of the log is not what {KEY.id} has wrapped"):
         open_reader(log, NAME)
+
+
+@pytest.mark.parametrize("number", [b"zz", b"123456789"])
+def test_a_data_key_without_a_number_is_damage(tmp_path: Path, key_file: Path, number: bytes) -> None:
+    log = encrypted(tmp_path / "log", key_file)
+    write_log(log)
+    with forger.written(tmp_path / "log") as (transaction, tables):
+        first = bytes(transaction.get(log_format.META_DATA_KEY + b"00000001", db=tables["meta"]))
+        transaction.put(log_format.META_DATA_KEY + number, first, db=tables["meta"])
+    assert "a data key without a number" in findings(log)[0]
 
 
 def test_each_start_has_a_data_key_of_its_own_so_that_no_nonce_repeats(
@@ -295,6 +306,25 @@ def test_a_log_in_plain_is_encrypted_by_a_copy(tmp_path: Path, key_file: Path, m
         back_up(tmp_path / "plain", NAME, encrypted(tmp_path / "copy", key_file), mac_keys)
 
 
+def test_an_archive_in_plain_is_not_restored_where_an_encrypted_log_is_meant(tmp_path: Path, key_file: Path) -> None:
+    write_log(tmp_path / "plain")
+    archive = Archive(Objects(store_of(f"file://{tmp_path}/archive", make=True), "there").below(NAME))
+    with open_reader(tmp_path / "plain", NAME) as reader:
+        assert Archiver(archive, reader).moment() is not None
+    with pytest.raises(LogKeyError, match="is not encrypted, and its settings have an 'encryption_key': without that"):
+        restore(archive, NAME, archive.moments(), 0, encrypted(tmp_path / "restored", key_file), ())
+    assert not (tmp_path / "restored").exists()
+
+
+def test_a_backup_in_plain_does_not_go_on_encrypted(tmp_path: Path, key_file: Path) -> None:
+    write_log(tmp_path / "plain")
+    back_up(tmp_path / "plain", NAME, tmp_path / "backup")
+    target = encrypted(tmp_path / "copy", key_file)
+    back_up(tmp_path / "plain", NAME, target)
+    with pytest.raises(BackupError, match="has a backup of another log"):
+        back_up(target, NAME, tmp_path / "backup")
+
+
 def test_appends_are_begun_once_the_data_key_is_there(key_file: Path) -> None:
     place = place_of("memory:far")
     place.remove()
@@ -338,8 +368,11 @@ def test_commands_read_an_encrypted_log_and_take_a_new_key(home: Home, tmp_path:
     said = json.loads(home.run("log", "encryption", NAME, "--renew", "--json").stdout)
     assert said == {"name": NAME, "keys": [NEWER.id], "data_keys": 2}
     key_file.unlink()
-    for command in (("log", "show"), ("log", "verify"), ("log", "encryption"), ("recover",)):
-        assert f"there is no key in {key_file}" in home.run(*command, NAME, status=1).output, command
+    for command in (("log", "show"), ("log", "verify"), ("log", "encryption"), ("recover",), ("log", "backup")):
+        target = [str(tmp_path / "backup")] if "backup" in command else []
+        assert home.run(*command, NAME, *target, status=1).output == (
+            f"error: there is no key in {key_file}: the key that encrypts the log was expected there\n"
+        ), command
     assert run_coordinator(home.settings, home.registry, Notices(NAME)) == STATUS_NO_RECOVERY
 
 
@@ -393,6 +426,29 @@ def test_a_key_comes_from_the_environment_or_a_command(tmp_path: Path, monkeypat
     assert encryption.read_keys(f"command:echo {KEY.secret.hex()}") == (KEY,)
 
 
+def test_a_command_is_run_once_for_each_time_that_a_log_is_opened(
+    log: Place, tmp_path: Path, mac_keys: tuple[LogKey, ...]
+) -> None:
+    runs = tmp_path / "runs"
+    log.encryption_key = f"command:sh -c 'echo >> {runs}; cat {tmp_path}/key'"
+    for _ in range(3):
+        with opened(log, mac_keys):
+            pass
+    assert runs.read_text() == "\n" * 3
+    with open_reader(log, NAME):
+        assert runs.read_text() == "\n" * 4
+
+
+def test_who_has_no_key_for_a_new_log_is_told_so(key_file: Path) -> None:
+    place = place_of("memory:unwritten")
+    place.remove()
+    place.encryption_key = str(key_file)
+    opening.create_log(place, NAME).close()  # it ends before its first append
+    place.encryption_key = ""
+    with pytest.raises(LogKeyError, match="log of 'alice' is encrypted, and no key is given"):
+        open_log(place, NAME)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -401,13 +457,14 @@ def test_a_key_comes_from_the_environment_or_a_command(tmp_path: Path, monkeypat
         ("/no/such/key", "there is no key in /no/such/key"),
         ("command:/no/such/program", "cannot be had from '/no/such/program'"),
         (f"command:{sys.executable} -c 'import sys; sys.exit(\"locked\")'", "ended with 1: locked"),
+        ("command:printf '\\247'", "has written holds something else than keys"),
     ],
 )
 def test_a_key_that_is_not_there_is_an_error(source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WRONG_KEY", "secret")
     with pytest.raises(LogKeyError, match=message) as raised:
         encryption.read_keys(source)
-    assert "secret" not in str(raised.value)
+    assert not [told for told in ("secret", "0xa7") if told in str(raised.value)]
 
 
 def test_a_key_that_others_can_read_is_refused(key_file: Path) -> None:

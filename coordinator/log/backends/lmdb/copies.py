@@ -108,7 +108,7 @@ def _copy_log(source: View, identity: LogIdentity, mac: Mac | None, target: Path
         if not is_new:
             with environment.begin(buffers=True) as transaction:
                 theirs = read_identity(LmdbView(transaction, tables), str(target), None)
-            names = ("instance_name", "committer_id", "created_ns")
+            names = ("instance_name", "committer_id", "created_ns", "is_encrypted")  # free pages keep what was plain
             if any(getattr(identity, name) != getattr(theirs, name) for name in names):
                 raise ValueError(
                     f"{target} has a backup of another log, of {theirs.instance_name!r}: name another folder"
