@@ -50,7 +50,7 @@ def start(folder: Path, running: list[Run], name: str, app: str) -> None:
 
 
 def test_the_web_server_answers_as_the_guide_says(folder: Path, running: list[Run]) -> None:
-    assert sorted(PROGRAMS) == ["helper", "jobs", "starlette_web", "test_helper", "web"]
+    assert sorted(PROGRAMS) == ["helper", "jobs", "test_helper", "web"]
     start(folder, running, "jobs", "jobs:Jobs")
     with Web(folder, "web:app") as web:
         commands = [turn for session in SESSIONS for turn in turns(session) if turn[0].startswith("curl ")]
@@ -60,15 +60,6 @@ def test_the_web_server_answers_as_the_guide_says(folder: Path, running: list[Ru
             done = subprocess.run(["bash", "-c", adapted], capture_output=True, text=True, timeout=60, check=False)
             got, expected = (re.sub(r"(record|jobs) \d+:", r"\1 N:", text) for text in (done.stdout, printed))
             assert got.replace("\r\n", "\n").strip() == expected.strip(), command
-
-
-def test_starlette(folder: Path, running: list[Run]) -> None:
-    start(folder, running, "jobs", "jobs:Jobs")
-    with Web(folder, "starlette_web:app") as web:
-        status, body, _ = web.post("/jobs", {"name": "a", "count": 1})
-        assert (status, body["type"]) == (400, "/problems/key-missing")
-        answers = [web.post("/jobs", {"name": "a", "count": 1}, key="k")[:2] for _ in range(2)]
-        assert answers == [(201, {"job": "a-1"})] * 2
 
 
 def test_the_agent_answers_as_the_guide_says(folder: Path, running: list[Run]) -> None:
