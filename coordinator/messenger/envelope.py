@@ -29,8 +29,7 @@ A message's parts follow as parts of the ZeroMQ message, none or more. A reply i
 the reply's parts with its size (4 bytes) in front; kinds 3 and 7 have no parts, kind 4 has one or none. (If a DEALER's
 connection ends while a message of several parts is read, the rest never arrives, or that of another message does.) A
 message that is sent again has the same bytes except for kind (1 for 8), lowest pending ID and skipped count. From a
-DEALER to a
-ROUTER and back: ZeroMQ puts the routing ID before the envelope and takes it off.
+DEALER to a ROUTER and back: ZeroMQ puts the routing ID before the envelope and takes it off.
 
 The lowest pending ID tells a new receiver that another receiver has acknowledged the IDs below, and tells an old one
 which replies nobody can ask for any more. The skipped count says the same of IDs above it, so that the receiver knows

@@ -342,10 +342,10 @@ def test_a_log_of_a_newer_format(house: House) -> None:
     house.register("alice")
     create_log(house.settings("alice").log, "alice").close()
     key = log_format.META_FORMAT
-    newer = log_format.AUTHENTICATED_VERSION + 1
+    newer = log_format.ENCRYPTED_VERSION + 1
     _write_past_the_store(house, "alice", "meta", key, lambda _: log_format.seal(b"meta", key, newer))
     line = house.start("alice", started=False).failed(3)
-    assert f"has format version {newer}, this program reads version {log_format.AUTHENTICATED_VERSION}" in line
+    assert f"has format version {newer}, this program reads version {log_format.ENCRYPTED_VERSION}" in line
 
 
 def test_a_log_of_another_instance_is_refused_for_good(house: House) -> None:

@@ -572,9 +572,9 @@ def test_what_a_user_can_get_wrong(plan: Plan, pair: Plan, logs: Path, tmp_path:
     assert "is not an LMDB file" in failed("audit", tmp_path / "text")
     newer = Path(pair.write(tmp_path / "newer")[0])
     key = b"format"
-    put_value(newer, b"meta", key, log_format.seal(b"meta", key, log_format.AUTHENTICATED_VERSION + 1))
+    put_value(newer, b"meta", key, log_format.seal(b"meta", key, log_format.ENCRYPTED_VERSION + 1))
     said = failed("audit", newer)
-    assert f"has format version {log_format.AUTHENTICATED_VERSION + 1}, this program reads version" in said
+    assert f"has format version {log_format.ENCRYPTED_VERSION + 1}, this program reads version" in said
     copy = tmp_path / "copies"
     for number in (1, 2):
         shutil.copytree(logs / plan.names[0], copy / f"copy-{number}")

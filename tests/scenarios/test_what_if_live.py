@@ -123,8 +123,8 @@ ENDS = {
     "end": "ends its process (status 7)",
     "grow": "needs more memory than --memory-limit gives it",
 }
-TWICE = '"text": "Shop.order(\'twice\', 5)'
 WOULD_BE = "was Till.sell(5); would be Till.sell(10)"
+TWICE = f'{WOULD_BE}", "count"'  # a difference: the consequences have such texts, too
 
 
 def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> None:
