@@ -397,8 +397,7 @@ def encryption(registry: Registry, name: str, renew: bool, as_json: bool) -> Non
                 break
             if time.monotonic() > end_s:
                 raise FailedError(
-                    f"{name} has not taken the key {wanted} within {RENEWED_WITHIN_S:.0f} s: its coordinator writes"
-                    " why, or else repeat it"
+                    f"{name} has not taken the key {wanted} within {RENEWED_WITHIN_S:.0f} s: its coordinator writes why"
                 )
             time.sleep(0.05)
     if as_json:

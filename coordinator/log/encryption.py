@@ -14,6 +14,7 @@ import secrets
 import shlex
 import struct
 import subprocess
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -321,12 +322,13 @@ class DecryptedView(View):
 class EncryptedBackend:
     """Backend whose values are encrypted in ``backend``; all but views and appends is that one's."""
 
-    __slots__ = ("_backend", "_encryptor", "_keys")
+    __slots__ = ("_backend", "_encryptor", "_keys", "_lock")
 
     def __init__(self, backend: ReadBackend, source: str, *, writes: bool) -> None:
         """Raises LogKeyError without the key, DamagedLogError."""
         self._backend: Any = backend
         self._keys = DataKeys(backend.identity, source)
+        self._lock = threading.Lock()  # a data key that is being stored is wrapped by the new key, too
         self._encryptor: Encryptor
         if writes:
             self.renew_key()
@@ -353,13 +355,14 @@ class EncryptedBackend:
         return bool(self._encryptor.rows)
 
     def renew_key(self) -> None:
-        with self._backend.view() as view:
+        with self._lock, self._backend.view() as view:
             self._encryptor = self._keys.new_encryptor(view)
 
     def append(self, append: Append) -> None:
-        encryptor = self._encryptor
-        self._backend.append(_encrypted(append, encryptor))
-        encryptor.rows = []
+        with self._lock:
+            encryptor = self._encryptor
+            self._backend.append(_encrypted(append, encryptor))
+            encryptor.rows = []
 
     def begin_append(self, append: Append) -> bool:
         encryptor = self._encryptor

@@ -7,8 +7,9 @@ import json
 import os
 import shutil
 import sys
+import threading
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -41,6 +42,7 @@ from immortal.coordinator.service.process import STATUS_NO_RECOVERY
 from immortal.coordinator.service.runtime import run_coordinator
 from immortal.log import RowLogStore, open_log, open_reader
 from tests.faults.sample_log import NAME, put_record, read_contents, write_log
+from tests.helpers.cli import DEADLINE_S
 from tests.helpers.far_backend import FarBackend
 from tests.security import log_forger as forger
 from tests.security.test_log_key_cli import Home
@@ -253,6 +255,50 @@ def test_a_new_operators_key_wraps_all_data_keys_while_the_log_is_written(
         assert {one.key_id for one in encryption.wrapped_keys(view).values()} == {NEWER.id}
         assert [*encryption.wrapped_keys(view)] == [1, 2, 4], "no number is used for two keys, written or not"
         assert len(list(reader.values(0))) == 122
+
+
+class SeenLock:
+    """Lock that tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.waits = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.waits.set()
+            self._lock.acquire()
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()
+
+
+def test_a_renewal_during_the_first_append_wraps_its_data_key_too(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = place_of("memory:raced")
+    log.remove()
+    log.encryption_key = str(key_file)
+    write_log(log)
+    with opened(log, ()) as store:
+        write_keys(key_file, NEWER, KEY)
+        backend: Any = store.backend
+        backend._lock = lock = SeenLock()
+        renewal = threading.Thread(target=backend.renew_key)
+
+        def append_beside(self: MemoryBackend, append: Append) -> None:
+            monkeypatch.undo()
+            renewal.start()
+            assert lock.waits.wait(DEADLINE_S)
+            self.append(append)
+
+        monkeypatch.setattr(MemoryBackend, "append", append_beside)
+        put_record(store, 120)
+        renewal.join(DEADLINE_S)
+        assert store.backend.must_append
+        put_record(store, 121)
+    with open_reader(log, NAME) as reader, reader.view() as view:
+        assert {one.key_id for one in encryption.wrapped_keys(view).values()} == {NEWER.id}
 
 
 def test_a_log_is_written_on_with_the_key_in_use_at_its_next_start(
