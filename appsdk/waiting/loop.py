@@ -73,7 +73,6 @@ class HandlerLoop(asyncio.AbstractEventLoop):
 
     __slots__ = (
         "_asyncgens",
-        "_tasks_count",
         "futures_count",
         "left",
         "main",
@@ -93,7 +92,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         self.subtasks = _NO_SUBTASKS
         self.left: list[asyncio.Task[Any]] | None = None
         self._asyncgens = _NO_GENERATORS
-        self.futures_count = self._tasks_count = 0
+        self.futures_count = self.tasks_count = 0
         self.must_end = False
 
     @property
@@ -230,11 +229,6 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         task.add_done_callback(self._subtask_ended)
         return task
 
-    def next_task_number(self) -> int:
-        """Return a number for a task of this loop, the same at each replay."""
-        self._tasks_count += 1
-        return self._tasks_count
-
     def make_task(self, coro: Any, name: str | None, context: contextvars.Context) -> asyncio.Task[Any]:
         task = HandlerTask(self, coro, name, context)
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # a crash or checkpoint drops waiting handlers
@@ -350,7 +344,7 @@ class HandlerTask(_Numbered, asyncio.Task[Any]):
     __slots__ = ("_number",)
 
     def __init__(self, loop: HandlerLoop, coro: Any, name: str | None, context: contextvars.Context) -> None:
-        number = loop.next_task_number()
+        number = loop.tasks_count = loop.tasks_count + 1
         self._number = loop.number * HASH_FACTOR + number  # asyncio has all tasks of the process in one set
         super().__init__(coro, loop=loop, name=name or f"Task-{number}", context=context)
 
@@ -473,14 +467,14 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
         """End with ``value``, or with ``error``, unless it has ended."""
         if self.done():
             return
-        if error is None:
-            self.set_result(value)
-            return
         if isinstance(error, StopIteration):  # no future can have it
             replacement = RuntimeError("generator raised StopIteration")  # like Python
             replacement.__cause__ = error
             error = replacement
-        self.set_exception(error)
+        if error is None:
+            self.set_result(value)
+        else:
+            self.set_exception(error)
 
     def cancel(self, msg: Any | None = None) -> bool:
         if self.done():

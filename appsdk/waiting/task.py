@@ -161,7 +161,7 @@ class Task(Owner):
         self.runs_local_step = False
         self._error: BaseException | None = None  # with it the handler ends, whatever its coroutines do
         self.left, self.must_end = None, False
-        self.futures_count = self._tasks_count = 0
+        self.futures_count = self.tasks_count = 0
         coroutine = self.handler.call(self.tasks.make_self(self), *self.decoded_arguments())
         self._variables = self.tasks.context.run_contexts.new()
         self._variables.run(running.set, self)

@@ -300,21 +300,17 @@ class Simulation:
     def _taken(self, sender: Service, service: Service, place: Place) -> tuple[Sent | None, list[Sent]]:
         """Take the message for a place, and the messages before it in the same stream."""
         queue = self._streams.queue(sender, service)
-        if not any(one.slot == place for one in queue) or self._is_held_back(queue, service, place):
+        ahead = list(itertools.takewhile(lambda one: one.slot != place, queue))
+        if len(ahead) == len(queue) or self._is_held_back(queue[len(ahead)], ahead, service):
             return None, []
-        ahead = []
-        while (first := queue.popleft()).slot != place:
-            ahead.append(first)
-        return first, ahead
+        return [queue.popleft() for _ in range(len(ahead) + 1)][-1], ahead
 
-    def _is_held_back(self, queue: Sequence[Sent], service: Service, place: Place) -> bool:
-        """Return True if a late message ahead holds back the one for this place, which then comes right behind it."""
+    def _is_held_back(self, sent: Sent, ahead: Sequence[Sent], service: Service) -> bool:
+        """Return True if a late message ahead holds this one back, which then comes right behind it."""
         if not self._seed and self._rules.delays != "longest":
             return False
-        ahead = list(itertools.takewhile(lambda one: one.slot != place, queue))
         held = any(not one.is_due and (one.slot is None or one.slot[0] <= service.reached) for one in ahead)
-        if held:
-            queue[len(ahead)].is_due = True
+        sent.is_due = sent.is_due or held
         return held
 
     def _why_absent(self, sender: Service, receiver: str, position: int) -> int | None:
