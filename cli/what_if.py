@@ -416,9 +416,9 @@ def _fleet(
     run: Callable[..., FleetOutcome] = what_if if cluster is None else cluster.what_if
     # The user's modules would print theirs, and handlers for each run.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-        of_user = [None if one is None or one in _EFFECTS else load_function(one) for one in (effects, answer, check)]
         if cluster is None:
             seal_process(handler_limit)
+        of_user = [None if one is None or one in _EFFECTS else load_function(one) for one in (effects, answer, check)]
         outcome = run(
             registry.home,
             dict(changes),

@@ -187,9 +187,16 @@ def stop(number: int, frame: object) -> None:
 
 def seal_process(limit_s: float) -> None:
     """Forbid connections and processes to code that a player runs, and limit a record, and a check, to ``limit_s``, as
-    long as this process lives. Call it in the main thread.
+    long as this process lives; threads that start from here on do not keep it alive. Call it in the main thread.
     """
     global _limit_s
+    start = threading.Thread.start
+
+    def start_as_daemon(thread: threading.Thread) -> None:
+        thread.daemon = True
+        start(thread)
+
+    setattr(threading.Thread, "start", start_as_daemon)  # noqa: B010 (the type checker refuses another form)
     gc.set_threshold(NEW_OBJECTS_MAX)  # many handlers wait at once: a fifth of the time would go into collections
 
     def look(event: str, arguments: object) -> None:

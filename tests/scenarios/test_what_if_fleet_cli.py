@@ -288,6 +288,14 @@ def test_a_module_that_ends_or_hangs_as_it_is_imported_is_said(folder: Path, mon
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_thread_that_never_ends_does_not_keep_the_command(folder: Path) -> None:
+    before = "class Shop(Immortal):"
+    app = variant(
+        folder, before, f"import threading\nthreading.Thread(target=threading.Event().wait).start()\n{before}"
+    )
+    assert "proved equal, and not run: stock, till" in what_if(folder, "--change", f"shop={app}", status=0)
+
+
 def test_a_damaged_record_is_named_with_its_service(folder: Path) -> None:
     flip_byte(folder / "logs" / "stock" / "log", 3)
     said = what_if(folder, "--change", f"shop={variant(folder, *TWICE)}", status=1)
