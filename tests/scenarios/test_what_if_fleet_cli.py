@@ -394,8 +394,9 @@ def test_code_that_hangs_ends_with_its_command(folder: Path) -> None:
         assert not Path(folder, "pipe").read_text()
 
 
-def test_a_page_into_a_folder_that_is_missing_is_refused_first(folder: Path) -> None:
-    said = what_if(folder, "--change", f"shop={variant(folder)}", "--html", "missing/page.html", status=1)
+@pytest.mark.parametrize("option", ["--html", "--parquet"])
+def test_output_into_a_folder_that_is_missing_is_refused_first(folder: Path, option: str) -> None:
+    said = what_if(folder, "--change", f"shop={variant(folder)}", option, "missing/page", status=1)
     assert said.splitlines()[-1].endswith("there is no folder missing: make it, or give another place")
 
 
