@@ -368,9 +368,7 @@ class Grouped(Immortal):
 
     @rpc
     def group_silent(self, name: str, member: str, view_number: int) -> None:
-        """Expel ``member``, which is silent. Called by this instance itself, or by a sender to that
-        view.
-        """
+        """Expel ``member``, which is silent. Called by this instance itself, or by a sender to that view."""
         source, known = self._group(name)
         members = known.view.members
         if source.expel_after is not None and member in members and known.own in members and member != known.own:
