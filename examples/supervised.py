@@ -230,11 +230,14 @@ class Keeper:
         """False after the last death."""
         return self._thread.is_alive()
 
-    def end(self) -> None:
+    def kill(self) -> None:
         with self._lock:
-            self._ended.set()
             if self._process is not None:
                 self._process.kill()
+
+    def end(self) -> None:
+        self._ended.set()
+        self.kill()
         self._thread.join()
 
 
