@@ -260,6 +260,15 @@ def age_text(age_s: float) -> str:
     return f"{age_s:.0f} s"
 
 
+def duration_text(duration_ns: int) -> str:
+    """Format a duration: "340 µs", "12 ms", "3.4 s"."""
+    if duration_ns < 1_000_000:
+        return f"{duration_ns / 1e3:.0f} µs"
+    if duration_ns < 1_000_000_000:
+        return f"{duration_ns / 1e6:.1f} ms"
+    return f"{duration_ns / 1e9:.2f} s"
+
+
 def rate_text(rate: float | None) -> str:
     """Format a number per second: "0", "0.4", "1,200"; "" if it is not known."""
     return "" if rate is None else "0" if not rate else f"{rate:.1f}" if rate < 10 else f"{rate:,.0f}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from immortal.coordinator.core.interfaces import SourcePosition, Transaction
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
 from immortal.log import create_log
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.messages import RpcKind, encode_incoming_rpc
@@ -35,3 +36,10 @@ def write_fleet(home: Path, callers: Mapping[str, Sequence[str]], answering: Map
         sources = {one: SourcePosition(7, 1, 1) for one in kinds}
         store.commit(Transaction(records=[(0, record + trailer)], sources=sources, epoch=1, extensions=frozenset()))
         store.close()
+
+
+def leave_dead(home: Path, name: str) -> None:
+    """Leave the file of a coordinator that was killed."""
+    control.announce(home / name, home / name / "control.sock")
+    announced = control.path(home / name)
+    announced.write_text(announced.read_text().replace('"pid":', '"pid":9'))  # of no process

@@ -9,10 +9,9 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("playwright")
 
-from immortal.coordinator.operator import control
 from tests.helpers.browser import CHROMIUM, Browser, WebServer, browser
 from tests.helpers.cli import HOME
-from tests.helpers.logged_fleet import write_fleet
+from tests.helpers.logged_fleet import leave_dead, write_fleet
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")
 
@@ -29,10 +28,7 @@ ANSWERING = {"service-161": ["service-163"]}  # which it calls
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     folder = tmp_path_factory.mktemp("map")
     write_fleet(folder / HOME, CALLERS, ANSWERING)
-    died = folder / HOME / "service-162"
-    control.announce(died, died / "control.sock")
-    announced = control.path(died)
-    announced.write_text(announced.read_text().replace('"pid":', '"pid":9'))  # of no process
+    leave_dead(folder / HOME, "service-162")
     server = WebServer(folder)
     with browser(server, tmp_path_factory.mktemp("browser")) as made:
         yield made
