@@ -9,7 +9,6 @@ import select
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +22,7 @@ from immortal.protocol.command_line import counted, make_console, make_table, si
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 DRAWN_EACH_S = 0.5
 ONCE_WAIT_S = 60.0
@@ -70,45 +70,44 @@ _STREAMS = (
     _Column("problem", 2, lambda one: [one.problem] if one.problem else [], "; ".join),
 )
 _SORTS = [column.head for column in _INSTANCES]
+_KEYS = dict.fromkeys(("s", "\x1b[C"), (1, 0)) | dict.fromkeys(("S", "\x1b[D"), (-1, 0))
+_KEYS |= dict.fromkeys((" ", "\x1b[B", "\x1b[6~"), (0, 1)) | dict.fromkeys(("b", "\x1b[A", "\x1b[5~"), (0, -1))
+"""Keys, arrows among them, that go to another column to sort by, and to another page."""
 _LEFT = {"instance", "state", "role", "problems", "from", "to", "problem"}
 
 
 class _Screen:
     """Tables of instances and streams, as wide and high as the terminal is when they are drawn."""
 
-    def __init__(self, home: str, sort: str, names: Sequence[str] = (), *, is_live: bool = False) -> None:
+    def __init__(self, home: str, sort: str, names: Sequence[str], *, is_live: bool) -> None:
         self._home, self._sort, self._names, self._is_live = home, _SORTS.index(sort), names, is_live
-        self._first = self._page = 0
-        self._reversed = False
+        self._first, self._page, self._is_reversed = 0, 0, False
         self._rows: list[Row] = []
         self._streams: list[Stream] = []
 
     def show(self, rows: list[Row]) -> None:
-        names = self._names or [row.name for row in rows]
-        self._rows = [row for row in rows if row.name in names]
-        self._streams = [one for one in streams(rows) if one.source in names or one.to in names]
+        self._rows = [row for row in rows if not self._names or row.name in self._names]
+        shown = {row.name for row in self._rows}
+        self._streams = [one for one in streams(rows) if one.source in shown or one.to in shown]
 
     def press(self, key: str) -> None:
-        step = {"s": 1, "\x1b[C": 1, "S": -1, "\x1b[D": -1}.get(key, 0)
-        self._sort = (self._sort + step) % len(_SORTS)
-        self._reversed ^= key == "r"
-        pages = {" ": 1, "\x1b[B": 1, "\x1b[6~": 1, "b": -1, "\x1b[A": -1, "\x1b[5~": -1}.get(key, 0)
-        self._first = max(0, min(self._first + pages * self._page, len(self._rows) - 1))
+        column, page = _KEYS.get(key, (0, 0))
+        self._sort = (self._sort + column) % len(_SORTS)
+        self._first = max(0, min(self._first + page * self._page, len(self._rows) - 1))
+        self._is_reversed ^= key == "r"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        rows, shown = _sorted(self._rows, _INSTANCES[self._sort], self._reversed), self._streams
+        rows, shown = self._sorted(), self._streams
         if self._is_live:
             height = options.height or console.height
             shown = shown[: min(STREAMS_SHOWN_MAX, height // 4)]
             self._page = max(1, height - len(shown) - (6 if shown else 3))
-            count = Counter(row.tone for row in rows)
-            yield Text(
-                f"by {_SORTS[self._sort]}; {counted(len(rows), 'instance')}: {count['good'] + count['busy']} running,"
-                f" {sum(bool(row.problems) for row in rows)} with problems, in {self._home}",
-                no_wrap=True,
-            )
+            running = sum(row.tone in ("good", "busy") for row in rows)
+            said = f"by {_SORTS[self._sort]}; {counted(len(rows), 'instance')}: {running} running,"
+            said += f" {sum(bool(row.problems) for row in rows)} with problems, in {self._home}"
+            yield Text(said, no_wrap=True)
             rows = rows[self._first : self._first + self._page]
         yield _table(_INSTANCES, rows, options.max_width, [row.tone == "bad" for row in rows])
         if shown:
@@ -117,41 +116,33 @@ class _Screen:
         if self._is_live:
             yield Text(HELP, no_wrap=True, style="dim")
 
-
-def _sorted(rows: list[Row], column: _Column, is_reversed: bool) -> list[Row]:
-    busy = sorted(rows, key=lambda row: (-(row.rate(RECORDS) or 0.0), row.name))
-    if column.head in ("instance", "state", "role"):
-        return sorted(busy, key=column.value, reverse=is_reversed)
-    return sorted(busy, key=lambda row: _size(column.value(row)), reverse=not is_reversed)
-
-
-def _size(value: Any) -> float:
-    return len(value) if isinstance(value, list) else -1.0 if value is None else value
+    def _sorted(self) -> list[Row]:
+        column = _INSTANCES[self._sort]
+        rows = sorted(self._rows, key=lambda row: (-(row.rate(RECORDS) or 0.0), row.name))
+        if column.head in ("instance", "state", "role"):
+            return sorted(rows, key=column.value, reverse=self._is_reversed)
+        sizes = {row: len(value) if isinstance(value := column.value(row), list) else value for row in rows}
+        return sorted(rows, key=lambda row: -1 if sizes[row] is None else sizes[row], reverse=not self._is_reversed)
 
 
-def _table(columns: Sequence[_Column], rows: Sequence[Any], width: int, are_bad: Sequence[bool]) -> Any:
+def _table(columns: Sequence[_Column], rows: Sequence[Any], width: int, are_bad: Sequence[bool]) -> Table:
     """Return a table of the most important columns that have room. The last one is cut off."""
-    cells = [[_text(column, row) for column in columns] for row in rows]
-    widths = [max(map(len, texts)) + 2 for texts in zip([column.head for column in columns], *cells, strict=True)]
-    needed = [*widths[:-1], min(widths[-1], PROBLEM_WIDTH_MIN)]
-    kept = set(range(len(columns)))
-    while len(kept) > 1 and sum(needed[index] for index in kept) - 2 > width:
-        kept.remove(max(kept, key=lambda index: columns[index].rank))
-    heads = [column.head for index, column in enumerate(columns) if index in kept]
-    texts = [[text for index, text in enumerate(one) if index in kept] for one in cells]
-    table = make_table(heads, texts, {*heads} - _LEFT)
+    cells = {
+        column: ["" if (one := column.value(row)) is None else column.text(one) for row in rows] for column in columns
+    }
+    widths = {column: 2 + max(map(len, [column.head, *texts])) for column, texts in cells.items()}
+    widths[columns[-1]] = min(widths[columns[-1]], PROBLEM_WIDTH_MIN)
+    while len(cells) > 1 and sum(widths[column] for column in cells) - 2 > width:
+        del cells[max(cells, key=lambda column: column.rank)]
+    heads = [column.head for column in cells]
+    table = make_table(heads, zip(*cells.values(), strict=True), {*heads} - _LEFT)
     for shown in table.columns:
         shown.no_wrap, shown.overflow = True, "ellipsis"
-    if len(columns) - 1 in kept:
-        table.columns[-1].max_width = max(PROBLEM_WIDTH_MIN, width - sum(widths[index] for index in kept) + widths[-1])
+    if columns[-1] in cells:
+        table.columns[-1].max_width = width - sum(widths[column] for column in cells) + PROBLEM_WIDTH_MIN
     for line, is_bad in zip(table.rows, are_bad, strict=True):
         line.style = "red" if is_bad else ""
     return table
-
-
-def _text(column: _Column, row: Any) -> str:
-    value = column.value(row)
-    return "" if value is None else column.text(value)
 
 
 @contextlib.contextmanager
@@ -223,15 +214,18 @@ def top(registry: Registry, names: tuple[str, ...], once: bool, sort: str, inter
 
 def _watch(fleet: Fleet, screen: _Screen, console: Console) -> bool:
     """Show the screen until a key ends it; return True if it is suspended."""
-    from rich.live import Live
+    from rich.control import Control
+    from rich.screen import Screen
 
-    live = Live(screen, console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
     with _keys() as wait, contextlib.ExitStack() as at_end:
-        at_end.callback(live.stop)  # also if Ctrl-C comes while it starts
-        live.start()
+        at_end.callback(console.show_cursor, True)  # before the screen is taken: Ctrl-C can come at any time
+        at_end.callback(console.set_alt_screen, False)
+        console.set_alt_screen(True)
+        console.show_cursor(False)
         while True:
             screen.show(fleet.rows())
-            live.refresh()
+            console.control(Control.home())
+            console.print(Screen(screen), end="")
             for key in wait(DRAWN_EACH_S):
                 if key in ("q", "Q", CTRL_Z):
                     return key == CTRL_Z

@@ -65,61 +65,31 @@ class StreamTimes(NamedTuple):
 class Row:
     """Row of one instance. ``tone``: good, busy, off or bad. ``status``: as of `immortal status --json`.
 
-    ``rates``: by counter; {} until it has worked for a moment. ``times``: by the sender's name.
+    ``handlers``: how many wait; ``oldest``: the one that waits for longest ("task", "handler", "since_ns").
+    ``rates``: {} until it has worked for a moment. ``times``: by the sender's name.
     """
 
     name: str
     state: str
     tone: str
     role: str = ""
+    version: int | None = None
+    records: int | None = None
+    backlog: int | None = None
+    unacknowledged: int = 0
+    waiting_bytes: int = 0
+    handlers: int = 0
+    oldest: dict[str, Any] = field(default_factory=dict)
+    checkpoint_age_s: float | None = None
+    log_bytes: int | None = None
     problems: list[str] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict, repr=False)
     rates: Mapping[Counter, float] = field(default_factory=dict)
     times: Mapping[str, StreamTimes] = field(default_factory=dict)
 
     @property
-    def version(self) -> int | None:
-        return self.status.get("version")
-
-    @property
-    def records(self) -> int | None:
-        last = self.status.get("sequence_id")
-        return None if last is None else last + 1
-
-    @property
-    def backlog(self) -> int | None:
-        return self.status.get("backlog_records")
-
-    @property
-    def waiting_bytes(self) -> int:
-        return sum(one.get("waiting_bytes") or 0 for one in self.status.get("outputs", {}).values())
-
-    @property
-    def unacknowledged(self) -> int:
-        return sum(map(unacknowledged, self.status.get("outputs", {}).values()))
-
-    @property
-    def handlers(self) -> int:
-        """Number of handlers that wait."""
-        return int(self.status.get("waiting", {}).get("count", 0))
-
-    @property
-    def oldest(self) -> dict[str, Any] | None:
-        """Handler that waits for longest: "task", "handler", "since_ns"."""
-        found: dict[str, Any] | None = self.status.get("waiting", {}).get("oldest")
-        return found
-
-    @property
     def oldest_s(self) -> float | None:
-        return None if self.oldest is None else max(0.0, time.time() - self.oldest["since_ns"] / 1e9)
-
-    @property
-    def checkpoint_age_s(self) -> float | None:
-        return (self.status.get("checkpoint") or {}).get("age_s")
-
-    @property
-    def log_bytes(self) -> int | None:
-        return (self.status.get("log") or {}).get("used_bytes")
+        return max(0.0, time.time() - self.oldest["since_ns"] / 1e9) if self.oldest else None
 
     def rate(self, kind: str) -> float | None:
         """Return records, or messages of all other instances, per second; None if it is not known."""
@@ -180,14 +150,13 @@ class Rates:
 
     def of(self, name: str, now_s: float, run: object, counts: Mapping[Counter, int]) -> dict[Counter, float]:
         """Take a sample and return the rates. ``run``: changes with each start, after which counters may go back."""
-        samples = self._samples.setdefault(name, [])
-        if samples:
-            _, before, counted = samples[-1]
+        samples = [*self._samples.get(name, ()), (now_s, run, counts)]
+        for _, before, counted in samples[-2:-1]:
             if run != before or any(counts.get(key, 0) < count for key, count in counted.items()):
-                samples.clear()
-        samples.append((now_s, run, counts))
+                del samples[:-1]
         while len(samples) > 2 and now_s - samples[0][0] > RATE_SPAN_S:
             del samples[0]
+        self._samples[name] = samples
         first_s, _, first = samples[0]
         if now_s - first_s < RATE_SPAN_S_MIN:
             return {}
@@ -264,13 +233,23 @@ class Fleet:
 
     def _row(self, name: str) -> Row:
         status = self._status(name)
-        said = [problem.removeprefix(f"{name}: ") for problem in problems(status)]
+        outputs, waiting = status.get("outputs", {}).values(), status.get("waiting", {})
+        records = status.get("sequence_id")
         return Row(
             name,
             status["state"],
             _tone(status),
             {"writing": "primary", "following": "standby"}.get(str(status.get("role")), str(status.get("role") or "")),
-            said,
+            status.get("version"),
+            None if records is None else records + 1,
+            status.get("backlog_records"),
+            sum(map(unacknowledged, outputs)),
+            sum(one.get("waiting_bytes") or 0 for one in outputs),
+            waiting.get("count", 0),
+            waiting.get("oldest", {}),
+            (status.get("checkpoint") or {}).get("age_s"),
+            (status.get("log") or {}).get("used_bytes"),
+            [problem.removeprefix(f"{name}: ") for problem in problems(status)],
             status,
             self._measured(name, status),
             self._timed(name, status),
