@@ -38,6 +38,7 @@ _COMMANDS = {
     "Observe": {
         "status": ("immortal.cli.status", "Show instances: phase, position, checkpoint, streams."),
         "health": ("immortal.cli.status", "Report whether an instance is well; exit status for probes."),
+        "top": ("immortal.cli.top", "Watch instances and streams live, with rates."),
         "web": ("immortal.web.command", "Serve a web page of all instances."),
         "log": ("immortal.cli.log", "Show, check, copy or compare logs."),
         "sql": ("immortal.cli.sql", "Run an SQL query over logs and states."),

@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary
+from immortal.coordinator.core.life_cycle.session import WORKS, Phase
 from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
 from immortal.coordinator.log.open import log_exists, place_of
@@ -33,6 +34,7 @@ STARTING = "starting"
 UNKNOWN = "unknown"
 RUNNING = "running"
 FAILED = "failed"
+READY = frozenset(phase.value for phase in WORKS | {Phase.FOLLOWING})
 KEPT = (STARTING, "restarting", FAILED)  # states that only the process of the project knows
 _VERDICTS = {"kept": " (what they had done before stands)"}
 _STATES = {"normal": RUNNING, "taking a checkpoint": RUNNING}
@@ -63,16 +65,22 @@ def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
         row = {"pid": found.pid, **control.query(settings.folder, "status")}
     except control.NotRunningError:
         return None  # it stopped just now
-    return row | ({} if row.get("app_silent_s") else multicasts(settings))
+    return row | ({} if row.get("app_silent_s") else waits(settings))
 
 
-def multicasts(settings: InstanceSettings) -> dict[str, Any]:
-    """Ask the app which members its ordered multicasts wait for; {} if it does not answer."""
+def waits(settings: InstanceSettings) -> dict[str, Any]:
+    """Ask the app which handlers wait, and for which members its ordered multicasts do; {} if it does not answer."""
     try:
-        found = control.query(settings.folder, "handlers", APP_TIMEOUT_S).get("multicasts")
+        answer = control.query(settings.folder, "handlers", APP_TIMEOUT_S)
     except (ImmortalError, OSError):
         return {}
-    return {"multicasts": [with_times(one) for one in found]} if found else {}
+    multicasts = [with_times(one) for one in answer.get("multicasts") or ()]
+    row: dict[str, Any] = {"multicasts": multicasts} if multicasts else {}
+    if handlers := answer.get("handlers"):
+        oldest = min(handlers, key=lambda one: one["since_ns"])
+        found = {"task": oldest["id"], "handler": oldest["handler"], "since_ns": oldest["since_ns"]}
+        row["waiting"] = {"count": answer["count"], "oldest": found}
+    return row
 
 
 def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, Any]:
@@ -250,6 +258,20 @@ def age_text(age_s: float) -> str:
         if age_s >= length_s:
             return f"{age_s / length_s:.0f} {unit}"
     return f"{age_s:.0f} s"
+
+
+def duration_text(duration_ns: int) -> str:
+    """Format a duration: "340 µs", "12 ms", "3.4 s"."""
+    if duration_ns < 1_000_000:
+        return f"{duration_ns / 1e3:.0f} µs"
+    if duration_ns < 1_000_000_000:
+        return f"{duration_ns / 1e6:.1f} ms"
+    return f"{duration_ns / 1e9:.2f} s"
+
+
+def rate_text(rate: float | None) -> str:
+    """Format a number per second: "0", "0.4", "1,200"; "" if it is not known."""
+    return "" if rate is None else "0" if not rate else f"{rate:.1f}" if rate < 10 else f"{rate:,.0f}"
 
 
 def format_paused(answer: Values) -> str:

@@ -20,6 +20,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import ControlError
+from immortal.presenters.fleet import Row, unacknowledged
 from immortal.presenters.operations import (
     dead_letter_rows,
     describe_wait_end,
@@ -33,8 +34,7 @@ from immortal.protocol.extensions import QUERIES
 from immortal.protocol.safe_output import printable_json_text
 from immortal.web import WebError
 from immortal.web.auth import COOKIE_AGE_S, LOGIN_PATH, cookie_name, origin_of
-from immortal.web.fleet import Row
-from immortal.web.rendering import page, render
+from immortal.web.rendering import cells, page, render
 from immortal.web.site import LOOK_S, Site, form_of, instance_page, settings_of, site_of, stream, text_of
 
 ASK_S = 1.5  # an app that does not answer in this time is shown as busy
@@ -145,7 +145,7 @@ def _streams(status: Values, peers: Values) -> list[Values]:
                 "is_self": name == status["name"],
                 "made": made,
                 "acknowledged": to.get("acknowledged"),
-                "unacknowledged": max(0, (made or 0) - (to.get("acknowledged") or 0)),
+                "unacknowledged": unacknowledged(to),
                 "waiting_bytes": to.get("waiting_bytes") or 0,
                 "spilled_bytes": to.get("spilled_bytes") or 0,
                 "window_bytes": to.get("window_bytes"),
@@ -347,7 +347,7 @@ def fleet_live(request: Request) -> EventSourceResponse:
         if before is not None and before != names:  # instances were added or removed
             yield "rows", render("_rows.html", **view)
         for row in view["rows"]:
-            yield f"row-{row.name}", str(row.cells)
+            yield f"row-{row.name}", cells(row)
 
     return stream(request, look)
 

@@ -15,8 +15,8 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control_server import ControlServer
 from immortal.coordinator.project import run_lock
+from immortal.presenters.fleet import Fleet
 from immortal.presenters.status import instance_status
-from immortal.web.fleet import Fleet
 from immortal.web.log_messages import Logs
 
 DEADLINE_S = 30.0
@@ -62,7 +62,7 @@ def slow(registry: Registry) -> Iterator[threading.Event]:
 
 
 def test_the_first_page_waits_for_no_instance_that_takes_long(registry: Registry) -> None:
-    fleet = Fleet(registry, Logs())
+    fleet = Fleet(registry, Logs().locked)
     with slow(registry) as answers:
         assert fleet.rows()[0].state == "asked just now", "it has not answered, and will not before this has come"
         until(lambda: fleet.rows()[1].state == "not started yet")
@@ -75,7 +75,7 @@ def test_the_first_page_waits_for_no_instance_that_takes_long(registry: Registry
 
 
 def test_all_agree_on_the_state(registry: Registry) -> None:
-    fleet = Fleet(registry, Logs())
+    fleet = Fleet(registry, Logs().locked)
     for state in ("failed: status 70", "restarting: 'immortal run' died: SIGKILL"):
         run_lock.publish(registry.home, "immortal up", {"stopped": state})
         row = fleet.row("stopped")
@@ -86,7 +86,7 @@ def test_all_agree_on_the_state(registry: Registry) -> None:
 
 
 def test_who_comes_and_who_goes(registry: Registry) -> None:
-    fleet = Fleet(registry, Logs())
+    fleet = Fleet(registry, Logs().locked)
     fleet.look(30.0)
     registry.register("added", peer="tcp://127.0.0.1:*")
     assert [row.name for row in fleet.rows()] == ["added", "slow", "stopped"]
