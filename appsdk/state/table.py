@@ -290,7 +290,9 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
     def _enter(self, *, writes: bool = False) -> None:
         """Check that the code that runs can use the table. Raises UsageError."""
-        context = self._instance._immortal_context
+        context = getattr(self._instance, "_immortal_context", None)
+        if context is None:  # a state that is only shown
+            return
         if get_ident() != context.thread_id and context.outbox is not None:
             raise UsageError(
                 f"self.{self._kind.name} is used in another thread than the handlers': only they use a table; keep "
