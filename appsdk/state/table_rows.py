@@ -26,6 +26,7 @@ KEY_SIZE_BYTES_MAX = 510  # LMDB has 511, and a scan looks for the key behind on
 RECENT_SIZE_BYTES_MAX = 8 << 20  # of one table's writes in memory, before they move into the file
 _ROW_SIZE_BYTES = 150  # of a row's objects in memory, about
 _MAP_SIZES_BYTES = (1 << 40, 1 << 36, 1 << 32)  # of address space: the first that the process may have
+_READERS_SIZE_BYTES = 8192  # of LMDB's table of 126 readers
 _ROWS_AT_ONCE_MIN, _ROWS_AT_ONCE_MAX = 8, 128
 _ABSENT: Any = object()
 
@@ -68,6 +69,8 @@ class Store:
     def _opened(self) -> Any:
         with tempfile.TemporaryDirectory(prefix="immortal-table-") as folder:
             path = os.path.join(folder, "rows")
+            with open(f"{path}-lock", "wb") as readers:  # mapped: on a full disk a hole in it would kill the process
+                os.posix_fallocate(readers.fileno(), 0, _READERS_SIZE_BYTES)
             for size_bytes in _MAP_SIZES_BYTES:
                 try:
                     file = lmdb.open(
