@@ -6,7 +6,11 @@ import copy
 import errno
 import os
 import pickle
+import re
+import sys
 import threading
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lmdb
@@ -442,6 +446,20 @@ def test_the_file_has_no_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert shop.orders._store.snapshot is not None
     assert os.listdir(tmp_path) == []
     assert len(list(shop.orders.items())) == 10
+
+
+def test_the_guides_program(monkeypatch: pytest.MonkeyPatch, immortal_env: Environment) -> None:
+    module: Any = ModuleType("shop")
+    monkeypatch.setitem(sys.modules, "shop", module)
+    guide = Path(__file__).parents[2] / "docs" / "how-to" / "tables.md"
+    exec(re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)[0], module.__dict__)
+    shop = immortal_env.start(module.Shop, "shop")
+    for number, customer in enumerate(["ann", "bob", "ann"]):
+        shop.call(module.Shop.buy, number, module.Order(customer, 100 + number), "bread")
+    shop.call(module.Shop.pay, 0)
+    assert shop.call(module.Shop.owes, "ann") == 102
+    assert shop.call(module.Shop.numbers, 1, 9) == [1, 2]
+    assert shop.state.stock == {"bread": -3}
 
 
 def test_initial_rows_and_a_prepared_cache() -> None:
