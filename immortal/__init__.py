@@ -70,6 +70,7 @@ __all__ = [
     "Impulses",
     "Node",
     "Retry",
+    "Table",
     "Transient",
     "Winner",
     "at",
@@ -104,6 +105,7 @@ __all__ = [
     "signal",
     "sleep",
     "step",
+    "table",
     "upgrades",
     "uuid4",
 ]
