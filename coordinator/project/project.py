@@ -57,13 +57,15 @@ class ProjectError(ConfigError):
 class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Instance that a project runs. ``app``: "module:Class". ``versions``: those that its class can run, its own first.
     ``files``: those of its code. ``calls``: the instances that it calls. ``effects``: functions and their replacements
-    in development. ``settings``: those that the project gives, in the form of a settings file."""
+    in development. ``keyed``: of a keyed class, the table's name and the number of shards. ``settings``: those that the
+    project gives, in the form of a settings file."""
 
     name: str
     app: str
     versions: tuple[int, ...]
     files: tuple[str, ...]
     calls: tuple[str, ...]
+    keyed: tuple[str, int] | None = None
     environment: Mapping[str, str] = {}
     effects: Mapping[str, str] = {}
     settings: Mapping[str, Any] = {}
@@ -218,14 +220,16 @@ def _planned(
         known = ", ".join(own) or "none"
         raise ProjectError(f"{given.place}: {module!r} has no service {class_name!r}; there are: {known}")
     service = listing.services[class_name]
-    for name in _names(given):
+    for number, name in enumerate(_names(given), 1):
+        shard = {SHARD_VARIABLE: f"{number}/{given.count}"} if service.is_keyed else {}
         yield ServiceSpec(
             name=check_instance_name(name),
             app=f"{module}:{class_name}",
             versions=tuple(service.versions),
             files=tuple(sorted({*listing.files, *files})),
             calls=tuple(service.peers),
-            environment=given.environment,
+            keyed=(given.name, given.count) if service.is_keyed else None,
+            environment={**given.environment, **shard},
             effects=given.effects,
             settings=given.settings,
         )
@@ -247,6 +251,7 @@ def _module_of(file: str) -> str:
 FILE_NAME = "immortal.toml"
 PEER_DEFAULT = "tcp://127.0.0.1:*"
 COUNT_MAX = 1000
+SHARD_VARIABLE = "IMMORTAL_SHARD"  # of the app: appsdk/running/options.py
 _FILE = re.compile(r"(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*\.py")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _OF_ONE = ("app_port", "app_send_port", "app_socket", "log", "log_key")  # no two instances can have the same
@@ -394,11 +399,12 @@ class ModuleImportError(ImmortalError):
 
 class DiscoveredService(msgspec.Struct, frozen=True):
     """Service class in a module. ``versions``: those that it can run, its own first. ``peers``: the instances that it
-    calls. ``is_own``: True if the module defines it, in its newest version."""
+    calls. ``is_own``: True if the module defines it, in its newest version. ``is_keyed``: its class is keyed."""
 
     versions: list[int]
     peers: list[str]
     is_own: bool
+    is_keyed: bool = False
 
 
 class ModuleListing(msgspec.Struct, frozen=True):
