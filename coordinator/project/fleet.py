@@ -330,8 +330,7 @@ def register(registry: Registry, service: ServiceSpec) -> str:
     """
     given = dict(service.settings)
     peer = given.pop("peer", PEER_DEFAULT)
-    if service.name not in (names := registry.names()):
-        _refuse_other_shards(service, names)
+    if service.name not in registry.names():
         settings = registry.register(service.name, peer, keyed=True, app=service.app, **given)
         keys.make(settings.folder)
         own_logs.OwnLogs(settings.folder).create()
@@ -341,18 +340,6 @@ def register(registry: Registry, service: ServiceSpec) -> str:
         given["peer"] = peer
     changed = _update(registry, service.name, given)
     return f"its settings have changed: {', '.join(changed)}" if changed else ""
-
-
-def _refuse_other_shards(service: ServiceSpec, names: Sequence[str]) -> None:
-    """Refuse a new shard while the keys are elsewhere: its instance would begin without them. Raises ConfigError."""
-    if service.keyed is not None:
-        name, count = service.keyed
-        other = f"{name}-1" if count == 1 else name
-        if other in names:
-            raise ConfigError(
-                f"count = {count} for {name!r}, whose keys are in {other!r}, registered with another count: keys can't "
-                f"move to other shards yet. Set count as it was, or 'immortal unregister {other}' to give up its keys"
-            )
 
 
 def _update(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str]:

@@ -17,12 +17,13 @@ name, and @package@ for the name of its package.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,15 +58,13 @@ class ProjectError(ConfigError):
 class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Instance that a project runs. ``app``: "module:Class". ``versions``: those that its class can run, its own first.
     ``files``: those of its code. ``calls``: the instances that it calls. ``effects``: functions and their replacements
-    in development. ``keyed``: of a keyed class, the table's name and the number of shards. ``settings``: those that the
-    project gives, in the form of a settings file."""
+    in development. ``settings``: those that the project gives, in the form of a settings file."""
 
     name: str
     app: str
     versions: tuple[int, ...]
     files: tuple[str, ...]
     calls: tuple[str, ...]
-    keyed: tuple[str, int] | None = None
     environment: Mapping[str, str] = {}
     effects: Mapping[str, str] = {}
     settings: Mapping[str, Any] = {}
@@ -104,7 +103,7 @@ class Project:
                 planned[one.name] = one
         return list(planned.values())
 
-    def _planned(self, given: GivenService, listings: dict[object, ModuleListing]) -> Iterator[ServiceSpec]:
+    def _planned(self, given: GivenService, listings: dict[object, ModuleListing]) -> list[ServiceSpec]:
         """Return the instances of one table. ``listings``: imported modules, by module and environment."""
         module, _, class_name = given.app.partition(":")
         if not class_name:
@@ -113,7 +112,23 @@ class Project:
         if key not in listings:
             listings[key] = discover_services(module, self.folder, self.environment(given.environment))
         stand_ins = self._files_of(name.partition(":")[0] for name in given.effects.values())
-        return _planned(given, module, class_name, listings[key], stand_ins)
+        planned = list(_planned(given, module, class_name, listings[key], stand_ins))
+        self._require_shards(given, planned)
+        return planned
+
+    def _require_shards(self, given: GivenService, planned: Sequence[ServiceSpec]) -> None:
+        """Check that the keys of a keyed class are in the shards of this plan, if they are registered at all. Raises
+        ProjectError."""
+        names = itertools.takewhile(self._is_registered, (f"{given.name}-{number}" for number in itertools.count(1)))
+        registered = [name for name in (given.name,) if self._is_registered(name)] + list(names)
+        if SHARD_VARIABLE in planned[0].environment and registered and registered != [one.name for one in planned]:
+            raise ProjectError(
+                f"{given.place}: count = {given.count} for {given.name!r}, whose keys are in {', '.join(registered)}: "
+                f"keys can't move to other shards yet. Set count as it was, or give up keys: 'immortal unregister NAME'"
+            )
+
+    def _is_registered(self, name: str) -> bool:
+        return (self.home / f"{name}.toml").exists()
 
     def _files_of(self, modules: Iterable[str]) -> set[str]:
         """Return the real paths of those ``modules`` that are files in the project's folder."""
@@ -129,6 +144,7 @@ class Project:
                 name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()  # order_book for OrderBook
                 given = GivenService(name, f"{module}:{class_name}", str(self.file))
                 planned += _planned(given, module, class_name, found)
+                self._require_shards(given, planned[-1:])
         if not planned:
             raise ProjectError(f"{self.file} has no service: a class below immortal.Immortal")
         return planned
@@ -228,7 +244,6 @@ def _planned(
             versions=tuple(service.versions),
             files=tuple(sorted({*listing.files, *files})),
             calls=tuple(service.peers),
-            keyed=(given.name, given.count) if service.is_keyed else None,
             environment={**given.environment, **shard},
             effects=given.effects,
             settings=given.settings,
