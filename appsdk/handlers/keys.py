@@ -164,7 +164,7 @@ def keyed_definition(objects: Definition) -> Definition:
     unfit = [f"@{one.decorator} ({one.name})" for one in objects.handlers.values() if one.schedule]
     unfit += [f"@on_primary ({one})" for one in objects.on_primary]
     unfit += [f"@initial ({objects.initial})"] if objects.initial else []
-    unfit += [f"a method {one!r}" for one in _HOOKS if hook_of(cls, one) is not None]
+    unfit += [f"method {one!r}" for one in _HOOKS if hook_of(cls, one) is not None]
     unfit += ["nodes"] if objects.nodes else []
     unfit += ['serializer="pickle"'] if objects.serializer == "pickle" else []
     if unfit:
@@ -173,7 +173,7 @@ def keyed_definition(objects: Definition) -> Definition:
         )
     for ancestor in reversed(cls.__mro__):  # so that the encoder knows their attributes
         if ancestor not in (object, objects.base) and "__dataclass_fields__" not in vars(ancestor):
-            if not annotated_names(ancestor):
+            if ancestor is not cls and not annotated_names(ancestor):
                 continue
             try:
                 dataclass(init=False, repr=False, eq=False)(ancestor)
