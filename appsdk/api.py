@@ -5,7 +5,7 @@ from immortal.appsdk.dispatch.lifecycle import upgrades
 from immortal.appsdk.effects.effect import EffectContext, Retry, effect_context
 from immortal.appsdk.errors import CallCancelled, CalleeFailed, CallRefused, Cancelled, EffectFailed
 from immortal.appsdk.handlers.decorators import cron, every, impulse, initial, on_primary, query, rpc
-from immortal.appsdk.handlers.proxy import Impulses, peer
+from immortal.appsdk.handlers.proxy import Impulses, peer, peers
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.nodes.node import Node
 from immortal.appsdk.running.runner import run
@@ -38,6 +38,7 @@ __all__ = [
     "initial",
     "on_primary",
     "peer",
+    "peers",
     "query",
     "register_type",
     "rpc",
