@@ -11,6 +11,7 @@ from immortal.appsdk.nodes.node import Node
 from immortal.appsdk.running.runner import run
 from immortal.appsdk.state.schema import Transient
 from immortal.appsdk.types.handles import Handle
+from immortal.appsdk.types.personal import Personal
 from immortal.appsdk.types.registry import register_type
 from immortal.appsdk.waiting.loop import Winner
 
@@ -25,6 +26,7 @@ __all__ = [
     "Immortal",
     "Impulses",
     "Node",
+    "Personal",
     "Retry",
     "Transient",
     "Winner",

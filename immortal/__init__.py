@@ -69,6 +69,7 @@ __all__ = [
     "Immortal",
     "Impulses",
     "Node",
+    "Personal",
     "Retry",
     "Transient",
     "Winner",
