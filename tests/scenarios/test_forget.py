@@ -40,9 +40,11 @@ class Shop(Immortal):
     addresses: dict[str, Personal[str]]
     notes: dict[str, Personal[str]]
     orders: int
+    lengths: list[int]
 
     def __init__(self) -> None:
         self.addresses = {}
+        self.lengths = []
         self.notes = {}
         self.orders = 0
 
@@ -66,13 +68,27 @@ class Shop(Immortal):
         self.notes[customer] = note
 
     @rpc
+    async def remember(self, customer: str) -> None:
+        address = self.addresses[customer].value
+        await immortal.event("go", str)
+        await immortal.step(self.keep_length, len(address or ""))
+
+    def keep_length(self, length: int) -> None:
+        self.lengths.append(length)
+
+    @rpc
+    def go(self, note: Personal[str]) -> None:
+        immortal.signal("note", note)
+        immortal.signal("go", "")
+
+    @rpc
     async def read_and_wait(self, customer: str) -> None:
         if self.addresses[customer].value is not None:
             await immortal.event("never", str)
 
     @query
-    def state(self) -> tuple[int, dict[str, Personal[str]]]:
-        return self.orders, self.addresses
+    def state(self) -> tuple[list[int], dict[str, Personal[str]], dict[str, Personal[str]]]:
+        return [self.orders, *self.lengths], self.addresses, self.notes
 
     @query
     def address(self, customer: str) -> Personal[str]:
@@ -108,6 +124,7 @@ def test_nothing_tells_the_address_any_more(tmp_path: Path) -> None:
             client.register("ann", Personal("ann", MARKER))
             client.register("bob", Personal("bob", OTHER))
             start(client.wait, "ann")
+            start(client.remember, "ann")
             start(client.read_and_wait, "bob")
             client.order("ann")
             client.order("bob")
@@ -126,7 +143,10 @@ def test_nothing_tells_the_address_any_more(tmp_path: Path) -> None:
             assert client.query.address("bob").value == OTHER
             client.register("ann", Personal("ann", MARKER))
             client.order("ann")
+            client.go(Personal("bob", OTHER))
             state = client.query.state()
+        assert state[0] == [4, 0], "what waited has the address in no variable any more"
+        assert {customer: note.value for customer, note in state[2].items()} == {"ann": OTHER}
         again = immortal(tmp_path, "forget", "ann")
         assert again.startswith("ann is forgotten already, since 20"), again
         assert "no key of 'eve'" in immortal(tmp_path, "forget", "eve", status=1)
