@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 import click
 from msgspec.structs import replace
 
-from immortal.cli.lifecycle import STOP_TIMEOUT_S, nobody_starts, refuse_strangers, restart_instance
+from immortal.cli.lifecycle import STOP_TIMEOUT_S, checkpoint_at_stop, nobody_starts, refuse_strangers, restart_instance
 from immortal.cli.operations import take_checkpoint
 from immortal.cli.options import ask_coordinator, pass_registry, timeout_option
 from immortal.coordinator.config import InstanceSettings
@@ -26,7 +26,7 @@ from immortal.presenters.status import operator_name
 from immortal.protocol import personal_keys
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.protocol.errors import ImmortalError
-from immortal.replay.app_process import AppCommand, own_code
+from immortal.replay.app_process import AppCommand, default_app
 from immortal.replay.host import run_replay
 from immortal.replay.plan import ReplayPlan
 from immortal.replay.result import Sink
@@ -127,19 +127,17 @@ def _is_left_paused(settings: InstanceSettings) -> bool:
 
 
 def _is_running(settings: InstanceSettings) -> bool:
-    """Return True if the instance runs, and can be restarted. Raises FailedError if it can do neither that nor wait."""
+    """Return True if the instance runs, False if it is stopped. Raises FailedError if it can't be restarted, or would
+    handle records again.
+    """
     coordinator = control.running(settings.folder)
     if coordinator is None:
         refuse_strangers(settings)
-        summary = own_logs.summary_of(settings)
-        if summary is not None and summary.last_sequence_id >= 0:
-            newest = summary.checkpoints[-1].sequence_id if summary.checkpoints else -1
-            if newest < summary.last_sequence_id:
-                raise FailedError(
-                    f"{settings.name} does not run, and has no checkpoint of its last records: its next start would"
-                    f" handle them again, without the data. 'immortal run {settings.name}', 'immortal stop"
-                    f" {settings.name}' takes one"
-                )
+        if "without" in (state := checkpoint_at_stop(settings)):
+            raise FailedError(
+                f"{settings.name} is stopped{state}, and must not do so without the data: 'immortal run"
+                f" {settings.name}' and 'immortal stop {settings.name}' first"
+            )
         return False
     if control.supervisor(settings.folder) is None:
         raise FailedError(nobody_starts(settings, coordinator))
@@ -155,10 +153,9 @@ def _rehearse(settings: InstanceSettings, subjects: Sequence[str]) -> None:
         return
     newest = summary.checkpoints[-1]
     try:
-        code = own_code(settings, summary, newest.version, newest.sequence_id)
-        command = AppCommand.of(code.app, code=code.archive)
+        command = AppCommand.of(default_app(settings.name, settings.app, summary, newest.version))
         environment = {**command.environment, personal_keys.REHEARSED_VARIABLE: json.dumps(subjects)}
-        with own_logs.open_reader(settings, trust_pickle=True) as reader:
+        with own_logs.open_reader(settings) as reader:
             plan = ReplayPlan(newest.checkpoint_id, newest.sequence_id)
             run_replay(reader, plan, replace(command, environment=environment), Sink())
     except ImmortalError as error:

@@ -20,7 +20,7 @@ import msgspec
 
 from immortal.protocol import decoding, shared_registry
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import make_folder, open_beside, opened, replace_file, sync_folder
+from immortal.protocol.files import make_folder, opened, replace_file, sync_folder
 from immortal.protocol.shared_registry import HOME_DEFAULT, HOME_VARIABLE, is_url
 
 KEYS_VARIABLE = "IMMORTAL_PERSONAL_KEYS"
@@ -87,18 +87,13 @@ def find_or_create(subject: str) -> Person:
     if (found := find(subject)) is not None:
         return found
     path = _path(subject)
+    made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         make_folder(path.parent)
-        descriptor, temporary = open_beside(path)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(Person(subject, secrets.token_hex(_KEY_SIZE_BYTES))))
-                file.flush()
-                os.fsync(descriptor)
-            with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
-                os.link(temporary, path)
-        finally:
-            temporary.unlink()
+        replace_file(made, msgspec.json.encode(Person(subject, secrets.token_hex(_KEY_SIZE_BYTES))), is_synced=True)
+        with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
+            os.link(made, path)
+        made.unlink()
         sync_folder(path.parent)
     except OSError as error:
         raise PersonalKeyError(f"the key of {subject!r} can't be stored in {path.parent}: {error}") from None
@@ -152,7 +147,7 @@ def read_notes(notes: Path) -> list[str]:
 
 
 def _path(subject: str) -> Path:
-    return folder() / hashlib.sha256(subject.encode("utf-8", "surrogatepass")).hexdigest()
+    return folder() / hashlib.sha256(subject.encode()).hexdigest()
 
 
 def _read(path: Path) -> Person | None:

@@ -19,6 +19,7 @@ from immortal.appsdk.types.steps import encoder
 from immortal.protocol import decoding, distribution, personal_keys
 from immortal.protocol.extension_values import encode_extension, kind_of
 from immortal.protocol.personal_keys import SUBJECT_CHARACTERS_MAX, Person, PersonalKeyError
+from immortal.protocol.safe_output import is_encodable
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ class Personal(Generic[T]):
 
     def __init__(self, subject: str, value: T) -> None:
         """Encrypt a value. Raises TypeError for one that can't be kept, PersonalKeyError."""
-        if not isinstance(subject, str) or not 0 < len(subject) <= SUBJECT_CHARACTERS_MAX:
+        if not isinstance(subject, str) or not 0 < len(subject) <= SUBJECT_CHARACTERS_MAX or not is_encodable(subject):
             raise TypeError(
                 f"Personal({subject!r}, ...): the ID of a person was expected, a text of 1 to {SUBJECT_CHARACTERS_MAX}"
                 f" characters"

@@ -154,7 +154,7 @@ def test_nothing_tells_the_address_any_more(tmp_path: Path) -> None:
         assert (list(listed["forgotten"]), listed["known"]) == (["ann"], 1)
 
         runs[0].kill()
-        assert "has no checkpoint of its last records" in immortal(tmp_path, "forget", "bob", status=1)
+        assert "shop is stopped, without a checkpoint of its last" in immortal(tmp_path, "forget", "bob", status=1)
         runs[0] = Run(tmp_path, "shop")
         runs[0].line("ready")
         with connect("shop", home=tmp_path / HOME) as client:
