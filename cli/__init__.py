@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
-from immortal.protocol import compiled, distribution
+from immortal.protocol import compiled, distribution, shared_registry
 from immortal.protocol.command_line import Commands, echo
 
 _COMMANDS = {
@@ -32,6 +32,7 @@ _COMMANDS = {
         "checkpoint": ("immortal.cli.operations", "Take a checkpoint of a running instance now."),
         "pause": ("immortal.cli.operations", "Pause an instance; its input is logged and waits."),
         "resume": ("immortal.cli.operations", "Resume a paused instance."),
+        "forget": ("immortal.cli.forget", "Forget a person: destroy the key of all data about them."),
         "upgrade": ("immortal.cli.operations", "Upgrade an instance to another version at its next start."),
         "migrate": ("immortal.cli.lifecycle", "Move an instance to a standby on another machine."),
     },
@@ -131,5 +132,6 @@ def main(ctx: click.Context, home: str) -> None:
     """Virtual resiliency: services that survive kill -9 with nothing lost and nothing doubled."""
     distribution.refuse_another()
     ctx.obj = registry = Registry(home)
+    shared_registry.chosen_home = registry.home if registry.copy is None else registry.copy.url
     if registry.copy is not None and registry.copy.problem:
         echo(f"{registry.copy.problem}; the registry as it was last is in {registry.home}", err=True)

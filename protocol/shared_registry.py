@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 HOME_VARIABLE = "IMMORTAL_HOME"
 HOME_DEFAULT = ".immortal"
 LOCAL_VARIABLE = "IMMORTAL_LOCAL"
+chosen_home: str | os.PathLike[str] | None = None
+"""Home that this process was told to use: a folder, or a URL; None: none but by HOME_VARIABLE."""
 ORIGIN_FILE_NAME = ".origin"
 SETTINGS, PUBLIC_KEYS, UPGRADE, ENDPOINT = "settings", "public_keys", "upgrade", "endpoint"
 LEASES_CHANNEL = "immortal"  # of immortal.coordinator.log.backends.postgres.connections
