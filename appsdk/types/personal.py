@@ -85,8 +85,8 @@ class Personal(Generic[T]):
             plain = cipher.decrypt(self._ciphertext, None)
         except InvalidTag:
             raise PersonalKeyError(
-                f"the key of {self._subject!r} in {personal_keys.folder()} is another one than this value was encrypted"
-                f" with: one folder of keys is for all apps that exchange such values"
+                f"the key of {self._subject!r} in {personal_keys.folder()} is missing, or another one than this value"
+                f" was encrypted with: one folder of keys is for all apps that exchange such values"
             ) from None
         found: T = decoding.decode(plain, ext_hook=read_extension)
         return found
