@@ -200,7 +200,7 @@ def top(registry: Registry, names: tuple[str, ...], once: bool, sort: str, inter
     console = make_console()
     is_live = not once and console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty()
     screen = _Screen(str(registry.home), sort, names, is_live=is_live)
-    with contextlib.closing(Fleet(registry, lambda _: contextlib.nullcontext(), interval_s)) as fleet:
+    with contextlib.closing(Fleet(registry, lambda *_: contextlib.nullcontext(), interval_s)) as fleet:
         if is_live:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # the terminal is put back
             with contextlib.suppress(KeyboardInterrupt):
