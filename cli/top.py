@@ -19,6 +19,7 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.presenters.fleet import RATE_SPAN_S_MIN, RECEIVED, RECORDS, SENT, Fleet, Row, Stream, streams
 from immortal.presenters.status import age_text, duration_text, rate_text
 from immortal.protocol.command_line import counted, make_console, make_table, size_text
+from immortal.protocol.safe_output import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -128,8 +129,9 @@ class _Screen:
 def _table(columns: Sequence[_Column], rows: Sequence[Any], width: int, are_bad: Sequence[bool]) -> Table:
     """Return a table of the most important columns that have room. The last one is cut off."""
     cells = {
-        column: ["" if (one := column.value(row)) is None else column.text(one) for row in rows] for column in columns
-    }
+        column: ["" if (one := column.value(row)) is None else printable(column.text(one)) for row in rows]
+        for column in columns
+    }  # a line each: names from outside can hold the end of one
     widths = {column: 2 + max(map(len, [column.head, *texts])) for column, texts in cells.items()}
     widths[columns[-1]] = min(widths[columns[-1]], PROBLEM_WIDTH_MIN)
     while len(cells) > 1 and sum(widths[column] for column in cells) - 2 > width:
@@ -198,7 +200,7 @@ def top(registry: Registry, names: tuple[str, ...], once: bool, sort: str, inter
     console = make_console()
     is_live = not once and console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty()
     screen = _Screen(str(registry.home), sort, names, is_live=is_live)
-    with contextlib.closing(Fleet(registry, lambda _: contextlib.nullcontext(), interval_s)) as fleet:
+    with contextlib.closing(Fleet(registry, lambda *_: contextlib.nullcontext(), interval_s)) as fleet:
         if is_live:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # the terminal is put back
             with contextlib.suppress(KeyboardInterrupt):

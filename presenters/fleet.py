@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.identity import verify_value
@@ -167,12 +167,13 @@ class Rates:
 
 
 class Fleet:
-    """Last known rows of all instances. ``locked``: locks a log, which a process can't open twice."""
+    """Last known rows of all instances. ``locked``: locks a log, which a process can't open twice: it takes the
+    instance's settings and, if it may not wait for as long as usual, the seconds."""
 
     def __init__(
         self,
         registry: Registry,
-        locked: Callable[[InstanceSettings], AbstractContextManager[None]],
+        locked: Callable[..., AbstractContextManager[None]],
         fresh_s: float = FRESH_S,
     ) -> None:
         self._registry, self._locked, self._fresh_s = registry, locked, fresh_s
@@ -278,7 +279,7 @@ class Fleet:
         if "pid" not in status or status["phase"] not in READY:  # a recovery makes again what was counted before
             self._rates.forget(name)
             return {}
-        counts = {(RECORDS, ""): status["sequence_id"] + 1}
+        counts = {(RECORDS, ""): status.get("sequence_id", -1) + 1}
         counts |= {(RECEIVED, peer): one.get("position") or 0 for peer, one in status.get("inputs", {}).items()}
         counts |= {(SENT, peer): one.get("position") or 0 for peer, one in status.get("outputs", {}).items()}
         return self._rates.of(name, time.monotonic(), (status["pid"], status.get("epoch")), counts)
@@ -286,15 +287,15 @@ class Fleet:
     def _timed(self, name: str, status: dict[str, Any]) -> dict[str, StreamTimes]:
         """Return the times of messages to an instance, by sender, as its log had them some seconds ago."""
         known_s, last, times = self._times.get(name, (-TIMES_FRESH_S, -1, {}))
-        now_s = time.monotonic()
-        if status.get("sequence_id", -1) != last and now_s - known_s >= TIMES_FRESH_S:
+        now_s, newest = time.monotonic(), status.get("sequence_id", -1)
+        if newest not in (-1, last) and now_s - known_s >= TIMES_FRESH_S:
             try:
                 settings = self._registry.load(name)
-                with self._locked(settings), own_logs.open_reader(settings, check=False) as reader:
+                with self._locked(settings, 0.0), own_logs.open_reader(settings, check=False) as reader:
                     times = times | stream_times(reader, [source for source, one in times.items() if one.has_calls])
             except (ImmortalError, OSError):
-                pass  # its status says what is wrong
-            self._times[name] = now_s, status["sequence_id"], times
+                pass  # a request reads it, or its status says what is wrong
+            self._times[name] = now_s, newest, times
         return times
 
 
@@ -312,8 +313,9 @@ def stream_times(reader: LogReader, callers: Iterable[str] = ()) -> dict[str, St
             if source.kind != BatchKind.STREAM or not source.name or source.send_time_ns <= 0:
                 continue
             took[source.name].append(max(0, trailer.time_ns - source.send_time_ns))
-            if next(rpcs(batch.payload))[1].kind == RpcKind.CALL:  # the first message stands for its batch
-                calling.add(source.name)
+            for _, rpc in islice(rpcs(batch.payload), 1):  # the first message stands for its batch
+                if rpc.kind == RpcKind.CALL:
+                    calling.add(source.name)
     return {
         name: StreamTimes(times[len(times) // 2], times[len(times) * 99 // 100], name in calling)
         for name, times in ((name, sorted(times)) for name, times in took.items())

@@ -20,8 +20,7 @@ from immortal.coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Regis
 from immortal.coordinator.log.open import log_exists, place_of
 from immortal.coordinator.operator import control
 from immortal.coordinator.project import run_lock
-from immortal.presenters.operations import format_waits, with_times
-from immortal.protocol.client_frames import CLIENTS
+from immortal.presenters.operations import format_caller, format_waits, with_times
 from immortal.protocol.command_line import counted, size_text
 from immortal.protocol.errors import ImmortalError
 
@@ -217,10 +216,7 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
     handling, suspect = row.get("handling"), row.get("suspect")
     letters, verdicts = row.get("letters") or {}, row.get("verdicts") or {}
     if handling:
-        caller = handling.get("caller")
-        who = "itself" if not caller else str(caller)
-        who = f"the client {who[1:]}" if who.startswith(CLIENTS) else who
-        by = "" if caller is None else f", called by {who}"
+        by = "" if handling.get("caller") is None else f", called by {format_caller(handling)}"
         what = handling.get("method") or "a message"
         yield f"handling {what} for {handling.get('for_s', 0):.0f} s, record {handling.get('record')}{by}"
     if suspect and suspect.get("runs_count"):

@@ -48,7 +48,7 @@ def _view(request: Request) -> dict[str, Any]:
     found = streams(rows)
     known = {row.name: row for row in rows}
     names = tuple(sorted({*known, *(one.source for one in found), *(one.to for one in found)}))
-    shown = [one for one in found if _is_line(one)]
+    shown = [one for one in found if one.has_calls is not False or one.problem]  # answers go with the line of the calls
     places = layout(names, tuple(sorted((one.source, one.to) for one in shown)))
     at = {name: (MARGIN + column * COLUMN_WIDTH, MARGIN + row * ROW_HEIGHT) for name, (column, row) in places.items()}
     return {
@@ -60,11 +60,6 @@ def _view(request: Request) -> dict[str, Any]:
         "box": (BOX_WIDTH, BOX_HEIGHT),
         "zoom": min(200, number_of(request, "zoom", 100) or 0) / 100,
     }
-
-
-def _is_line(one: Stream) -> bool:
-    """Return False for a stream of answers alone, whose calls are a line already."""
-    return one.has_calls is not False or bool(one.problem)
 
 
 def _line(one: Stream, at: dict[str, tuple[int, int]]) -> dict[str, Any]:

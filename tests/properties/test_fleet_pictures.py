@@ -46,7 +46,7 @@ def test_a_steady_rate_is_right_after_a_restart_too(per_s: int, runs: int, began
 def test_a_recovery_is_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now_s = iter(range(100))
     monkeypatch.setattr("immortal.presenters.fleet.time.monotonic", lambda: float(next(now_s)))
-    fleet = Fleet(Registry(tmp_path), lambda _: nullcontext())
+    fleet = Fleet(Registry(tmp_path), lambda *_: nullcontext())
 
     def measured(phase: str, epoch: int, made: int) -> dict[tuple[str, str], float]:
         outputs = {"to": {"position": made}}

@@ -15,9 +15,10 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control_server import ControlServer
 from immortal.coordinator.project import run_lock
-from immortal.presenters.fleet import Fleet
+from immortal.presenters.fleet import TIMES_FRESH_S, Fleet
 from immortal.presenters.status import instance_status
 from immortal.web.log_messages import Logs
+from tests.helpers.logged_fleet import LATENCY_NS, write_fleet
 
 DEADLINE_S = 30.0
 ANSWER = {"name": "slow", "phase": "normal", "outputs": {}, "checkpoint": None, "sequence_id": 4}
@@ -82,6 +83,21 @@ def test_all_agree_on_the_state(registry: Registry) -> None:
         assert (row.state, instance_status(registry, "stopped")["state"]) == (state, state)
         assert status_command._service_row(registry, "stopped")["state"] == state
     assert fleet.row("slow").state == "not started yet"
+    fleet.close()
+
+
+def test_the_times_of_streams_outlive_a_log_that_is_read_or_lost(tmp_path: Path) -> None:
+    write_fleet(tmp_path, {"callee": ["caller"]}, {})
+    registry, logs = Registry(tmp_path), Logs()
+    fleet = Fleet(registry, logs.locked)
+    with logs.locked(registry.load("callee")):
+        assert fleet._timed("callee", {"sequence_id": 0}) == {}, "it waits for no other request"
+    fleet._times.clear()
+    times = fleet.row("callee").times
+    assert (times["caller"].p50_ns, times["caller"].p99_ns, times["caller"].has_calls) == (LATENCY_NS, LATENCY_NS, True)
+    (tmp_path / "callee.toml").write_text("peer = 5")
+    fleet._times["callee"] = -TIMES_FRESH_S, 0, times  # so long ago
+    assert fleet._row("callee").times == times
     fleet.close()
 
 
