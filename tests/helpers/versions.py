@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -32,30 +33,23 @@ def listed() -> list[Version]:
 
 def python_of(version: Version) -> tuple[str, ...]:
     """Return the Python that imports this version, with today's dependencies; build it once, as a pure wheel."""
-    asked = ["git", "-C", str(release.ROOT), "rev-parse", "--verify", "--quiet", f"{version.commit}^{{commit}}"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if found.returncode != 0:
+    git = ["git", "-C", str(release.ROOT)]
+    asked = [*git, "rev-parse", "--verify", "--quiet", f"{version.commit}^{{commit}}"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    if not commit:
         pytest.skip(f"this checkout has no commit {version.commit}")
-    folder = Path(sys.prefix) / "versions" / f"{found.stdout.strip()[:12]}-{sys.version_info[1]}"
+    folder = Path(sys.prefix) / "versions" / f"{commit[:12]}-{sys.version_info[1]}"
     if not folder.exists():
-        with tempfile.TemporaryDirectory(prefix="immortal-version-") as name:
-            sources, out = Path(name, "sources"), Path(name, "out")
-            sources.mkdir()
-            out.mkdir()
-            archive = f"git -C '{release.ROOT}' archive {found.stdout.strip()} | tar -x -C '{sources}'"
-            subprocess.run(archive, shell=True, check=True)
-            wheel = release.build_wheel(sources, out, sys.executable, "--no-build-isolation", pure=True)
-            folder.parent.mkdir(exist_ok=True)
-            made = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent)) / "environment"
+        folder.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as name:
+            scratch, made = Path(name), Path(name, "environment")
+            subprocess.run([*git, "archive", "--output", scratch / "sources.tar", commit], check=True)
+            shutil.unpack_archive(scratch / "sources.tar", scratch / "sources")
+            wheel = release.build_wheel(scratch / "sources", scratch, sys.executable, "--no-build-isolation", pure=True)
             python = release.environment(made, sys.executable, "--without-pip")
-            site = Path(
-                release.run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=made).strip()
-            )
-            (site / "dependencies.pth").write_text(
-                sysconfig.get_path("purelib")
-            )  # without what its own .pth files name
-            pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
-            release.run(*pip, wheel, cwd=made)
+            (site,) = made.glob("lib/*/site-packages")
+            (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # not what that one's .pth files name
+            pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index")
+            release.run(*pip, wheel, cwd=scratch)
             made.rename(folder)
-            made.parent.rmdir()
     return (str(folder / "bin" / "python"),)
