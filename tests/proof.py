@@ -152,7 +152,7 @@ def _duration(seconds: int) -> str:
 
 def _run_tests(campaign: str, paths: Sequence[str]) -> int:
     recorder = Recorder(is_on=True)
-    command = ["python", "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", *paths]
+    command = [".venv/bin/python", "-m", "pytest", "-n0", "-q", *paths]
     done = subprocess.run([sys.executable, *command[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, end="")
     counts = {

@@ -122,6 +122,7 @@ def main() -> int:
     recorder = proof.Recorder(is_on=options.record)
     names = options.targets or list(SEEDS)
     share_s = max(1, round(options.minutes * 60 / len(names)))
+    command = " ".join(["scripts/fuzz", f"--minutes {options.minutes:g}", *options.targets])
     defects = inputs = 0
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
@@ -133,13 +134,12 @@ def main() -> int:
         if ended.returncode and not wrong:
             print(ended.stderr, file=sys.stderr)
             print(f"error: fuzzing {name} ended with status {ended.returncode}", file=sys.stderr)
-            return 1
+            return recorder.end("fuzzing", command, 1, {"inputs": inputs})
         inputs += int(runs[0]) if runs else 0
         total = len(corpus_of(name))
         verdict = f"{wrong} show a defect" if wrong else "no defect"
         count = runs[0] if runs else "unknown"
         print(f"{name}: {count} runs in {share_s} s; {kept} inputs kept, {total} in all; {verdict}", flush=True)
-    command = " ".join(["scripts/fuzz", f"--minutes {options.minutes:g}", *options.targets])
     counts = {"inputs": inputs, "targets": len(names), "defects": defects}
     return recorder.end("fuzzing", command, 3 if defects else 0, counts)
 
