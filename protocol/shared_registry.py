@@ -388,7 +388,7 @@ class Copy:
         except (errors.UndefinedTable, errors.InvalidSchemaName, errors.UndefinedColumn):
             raise SharedHomeError(
                 f"the database {self.url} has no registry yet: 'immortal register NAME' begins one in an empty"
-                " database, 'immortal --home FOLDER log migrate NAME' brings an older schema there"
+                " database, 'immortal --home FOLDER log upgrade NAME' brings an older schema there"
             ) from None
         except errors.LockNotAvailable:
             raise SharedHomeError(
