@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from immortal.coordinator.core.notices import CheckpointBegan, CheckpointTaken, Notice, Recovered, Recovering
-from immortal.coordinator.notices.sinks import CommitTimed, SyncTimed, TimedNotice
+from immortal.coordinator.notices.sinks import CommitTimed, SyncTimed, TimedNotice, notice_types
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.system_methods import OTHER_MESSAGES, TIMES_TASK
 
@@ -228,6 +228,9 @@ class NoticeMetrics:
         self._name = name
         self._clock_s = clock_s
         self._notices = Counter(*NOTICES, [INSTANCE, "notice", "level"], registry=registry)
+        for kind in notice_types():  # each is 0 at first: a series that begins at 1 has no increase
+            if kind.level != "trace":
+                self._notices.labels(name, kind.__name__, kind.level)
         self._began_s: dict[type[Notice], float] = {}  # the last of these
         self._begins = frozenset(one.began for one in TIMES)
         self._times = {}

@@ -425,6 +425,9 @@ def test_a_bundle_for_a_bug_report(registry: Registry, tmp_path: Path) -> None:
     output = LogFiles(registry.home, lambda: None)
     output.line("counter", "a handler failed token='planted'", "info")
     output.line("counter", "what the app prints: planted")
+    output.line("counter", "> Stock.order raised KeyError: 'planted'  arguments=\"('planted', 1)\"", "error")
+    output.line("counter", "it makes another call (now: 19: Till.sold('planted', 1)): mend it", "error")
+    output.line("counter", "the app leaves: Till.take raised ValueError: planted", "info")
     output.close()
     bundle = tmp_path / "report.zip"
 
@@ -441,7 +444,9 @@ def test_a_bundle_for_a_bug_report(registry: Registry, tmp_path: Path) -> None:
     assert all(name in said for name in parts)
     assert not any("planted" in text for text in files.values())
     assert "a handler failed token=***" in files["report/counter/output.txt"]
-    assert "1 line of the app left out" in files["report/counter/output.txt"]
+    assert "(now: 19: Till.sold(***" in files["report/counter/output.txt"]
+    assert "the app leaves: Till.take raised ValueError: ***" in files["report/counter/output.txt"]
+    assert "2 lines of the app left out" in files["report/counter/output.txt"]
     assert json.loads(files["report/counter/settings.json"])["name"] == "counter"
     assert json.loads(files["report/findings.json"])
     assert bundle.stat().st_mode & 0o077 == 0
