@@ -140,6 +140,7 @@ STATUS = (
     StatusMetric("immortal_spilled_bytes", "... and on disk alone", "outputs.*.spilled_bytes", label="peer"),
     StatusMetric("immortal_window_bytes", "What may be on its way to a peer", "outputs.*.window_bytes", label="peer"),
     StatusMetric("immortal_peer_connected", "1 if the peer is connected", "outputs.*.connected", label="peer"),
+    StatusMetric("immortal_stream_stopped", "1 if calls to the peer stand still", "stopped.*", label="peer"),
 )
 
 
@@ -177,6 +178,7 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> Iterator[Metric]:
         "records": status.get("sequence_id", -1) + 1,
         "log_full": bool((status.get("log") or {}).get("full")),
         "held_up": {peer: peer in held_up for peer in outputs},
+        "stopped": {peer: bool(one.get("error")) for peer, one in outputs.items()},
     }
     for metric in STATUS:
         family = metric.family()
