@@ -71,8 +71,8 @@ def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
     place = place_of(settings.log)
     lines, holder = place.durability(), place.holder()
     findings = [*examine_instance(registry, settings), *_state(settings)]
-    row = instance_status(registry, name) | {"unsaved": None}  # of which _state speaks
-    findings += [note(Area.HOME, text, "", "") for text in problems(row)]
+    if "pid" in (row := instance_status(registry, name)):  # _state speaks of what is unsaved
+        findings += [note(Area.HOME, text, "", "") for text in problems(row | {"unsaved": None})]
     if as_json:
         shown = msgspec.to_builtins(findings)
         echo_json({"log": place.where, "writer": holder, "crashes": lines, "findings": shown})
