@@ -95,7 +95,9 @@ def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
     """Return the status fields that the log of an instance has. Raises LogError."""
     if not log_exists(settings.log):
         lost = f"it had a log, and there is none in {settings.log}: bring it back ('immortal doctor {settings.name}')"
-        return {"name": settings.name, "phase": NOT_STARTED, "problems": [lost] * own_logs.had_log(settings)}
+        return {"name": settings.name, "phase": NOT_STARTED} | (
+            {"problems": [lost]} if own_logs.had_log(settings) else {}
+        )
     with own_logs.open_reader(settings) as reader:
         summary = reader.summary()
         problems = list(reader.problems)
