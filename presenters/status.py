@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import asdict
-
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary
@@ -103,7 +101,10 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
 def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
     """Return the status fields that the log of an instance has. Raises LogError."""
     if not log_exists(settings.log):
-        return {"name": settings.name, "phase": NOT_STARTED}
+        lost = f"it had a log, and there is none in {settings.log}: bring it back ('immortal doctor {settings.name}')"
+        return {"name": settings.name, "phase": NOT_STARTED} | (
+            {"problems": [lost]} if own_logs.had_log(settings) else {}
+        )
     with own_logs.open_reader(settings) as reader:
         summary = reader.summary()
         problems = list(reader.problems)
@@ -152,7 +153,9 @@ def _failures(summary: LogSummary) -> dict[str, Any]:
     if summary.letters:
         row["letters"] = {"count": len(summary.letters), "bytes": sum(summary.letters.values())}
     if summary.suspect.runs_count:
-        row["suspect"] = asdict(summary.suspect)
+        one = summary.suspect
+        record, message = (None if number < 0 else number for number in (one.sequence_id, one.message_index))
+        row["suspect"] = {"record": record, "message": message, "runs": one.runs_count}
     return row
 
 
@@ -219,8 +222,8 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
         by = "" if handling.get("caller") is None else f", called by {format_caller(handling)}"
         what = handling.get("method") or "a message"
         yield f"handling {what} for {handling.get('for_s', 0):.0f} s, record {handling.get('record')}{by}"
-    if suspect and suspect.get("runs_count"):
-        yield f"its app has ended without a word {_times(suspect['runs_count'])}{_place(suspect)}"
+    if suspect:
+        yield f"its app has ended without a word {_times(suspect['runs'])}{_place(suspect)}"
     for caller, deaths in (row.get("deaths_caused") or {}).items():
         yield f"calls of {caller} have ended its app {'once' if deaths == 1 else f'{deaths} times'}"
     if nested := row.get("nested"):
@@ -231,7 +234,7 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
         counts = ", ".join(f"{count} {kind}{_VERDICTS.get(kind, '')}" for kind, count in failed.items())
         yield f"calls that failed: {counts}; the app's output has each, and why"
     if letters.get("count"):
-        size, dropped = size_text(letters.get("bytes", 0)), letters.get("dropped")
+        size, dropped = size_text(letters.get("bytes", 0)), letters.get("lost")
         more = f"; dropped for lack of room: {dropped}" if dropped else ""
         count = counted(letters["count"], "dead letter")
         yield f"{count}, {size}{more} ('immortal dead-letters {row['name']}' shows them)"
@@ -242,10 +245,8 @@ def _times(count: int) -> str:
 
 
 def _place(suspect: dict[str, Any]) -> str:
-    if suspect.get("sequence_id", -1) < 0:
-        return f", at a record up to {suspect['last_sequence_id']}" if suspect.get("last_sequence_id", -1) >= 0 else ""
-    index = suspect.get("message_index", -1)
-    return f", at record {suspect['sequence_id']}" + ("" if index < 0 else f", message {index}")
+    record, message = suspect["record"], suspect["message"]
+    return ("" if record is None else f", at record {record}") + ("" if message is None else f", message {message}")
 
 
 def age_text(age_s: float) -> str:
