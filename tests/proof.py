@@ -40,7 +40,7 @@ _INTRO = """# Proof
 
 `scripts/nightly` runs these campaigns; `python -m tests.proof` writes this page from
 [proof.jsonl](proof.jsonl), which has a line for each recorded run. A failed run stays in it. The command repeats a run
-on its commit: the same seeds, except for fuzzing, which draws others. Counts that a slow machine gave are small.
+on its commit: the same seeds, except for fuzzing, which draws others.
 """
 _EARLIER = """
 ## Before the ledger
@@ -131,10 +131,11 @@ def _lines(recorded: Sequence[Run]) -> Iterator[str]:
         for run in of_campaign:
             for kind, count in run.counts.items():
                 total[kind] = total.get(kind, 0) + count
+        together = f": {_counted(total)} in {_duration(sum(run.seconds for run in of_campaign))}"
         yield (
             f"| **{name}**: {what} | {newest.date}, commit {newest.commit}: {_counted(newest.counts)} in"
-            f" {_duration(newest.seconds)}: `{newest.command}` | {newest.result} | {len(of_campaign)}, {failed} failed:"
-            f" {_counted(total)} in {_duration(sum(run.seconds for run in of_campaign))} |"
+            f" {_duration(newest.seconds)}: `{newest.command}` | {newest.result} | {len(of_campaign)}, {failed} failed"
+            f"{together if of_campaign[1:] else ''} |"
         )
     yield ""
     if missing:
