@@ -70,6 +70,7 @@ __all__ = [
     "Impulses",
     "Node",
     "Retry",
+    "StoredFile",
     "Transient",
     "Winner",
     "at",
@@ -104,6 +105,8 @@ __all__ = [
     "signal",
     "sleep",
     "step",
+    "store_chunks",
+    "store_file",
     "upgrades",
     "uuid4",
 ]

@@ -1,0 +1,215 @@
+"""Stored files: contents go round, damage is found before the end is given out, handlers are refused, logs are read."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import immortal
+from immortal import Immortal, StoredFile, rpc, store_chunks, store_file
+from immortal.appsdk.effects import stored_files
+from immortal.appsdk.effects.stored_files import STORE_VARIABLE, FolderStore, file_store
+from immortal.cli.files import _names_in
+from immortal.coordinator.config.values import FileStore
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.errors import StoredFileError
+from immortal.protocol import decoding
+from immortal.testing import Environment
+from tests.helpers.homes import write_home
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    store = tmp_path / "store"
+    monkeypatch.setenv(STORE_VARIABLE, str(store))
+    monkeypatch.setattr(stored_files, "CHUNK_SIZE_BYTES", 7)
+    return store
+
+
+@pytest.fixture(params=["folder", "url"])
+def any_store(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    if request.param == "url":
+        pytest.importorskip("obstore")
+        monkeypatch.setenv(STORE_VARIABLE, f"file://{folder}")
+    return folder
+
+
+def content_of(stored: StoredFile) -> bytes:
+    with stored.open() as content:
+        return content.read()
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 6, 7, 8, 14, 50])
+def test_a_content_goes_round(any_store: Path, tmp_path: Path, size_bytes: int) -> None:
+    data = os.urandom(size_bytes)
+    (tmp_path / "source").write_bytes(data)
+    stored = store_file(tmp_path / "source")
+    assert stored == StoredFile(f"sha256-{hashlib.sha256(data).hexdigest()}", size_bytes)
+    assert store_chunks(data[at : at + 3] for at in range(0, size_bytes, 3)) == stored
+    assert content_of(stored) == data
+    stored.save(tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == data
+    assert os.listdir(any_store) == [stored.name]
+
+
+@given(st.lists(st.binary(max_size=20)), st.lists(st.integers(1, 30)))
+def test_reads_of_any_size_give_the_content(chunks: list[bytes], sizes: list[int]) -> None:
+    stored = store_chunks(chunks)
+    expected = io.BytesIO(b"".join(chunks))
+    with stored.open() as content:
+        for size in sizes:
+            assert content.read(size) == expected.read(size)
+        assert content.read() == expected.read()
+
+
+def test_damage_of_each_byte_is_found_before_the_end_is_given_out(any_store: Path, tmp_path: Path) -> None:
+    data = bytes(range(17))
+    stored = store_chunks([data])
+    damaged = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data))]
+    damaged += [data[:at] for at in range(len(data))] + [data + b"x", data + bytes(20)]
+    for one in damaged:
+        (any_store / stored.name).write_bytes(one)
+        given_out = b""
+        with pytest.raises(StoredFileError, match=f"{stored.name} in .* is damaged"), stored.open() as content:
+            while byte := content.read(1):
+                given_out += byte
+        assert len(given_out) < len(data)
+        with pytest.raises(StoredFileError, match="is damaged"):
+            stored.save(tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+    assert sorted(os.listdir(tmp_path)) == ["store"]
+
+
+def test_a_missing_file_is_told_with_its_store(any_store: Path) -> None:
+    stored = store_chunks([b"data"])
+    (any_store / stored.name).unlink()
+    with pytest.raises(StoredFileError, match=rf"{stored.name} is not in the store .*{any_store}: .*'file_store'"):
+        stored.open()
+
+
+def test_what_can_not_be_stored_is_told(tmp_path: Path, folder: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, problem in ((tmp_path, "is no file"), (tmp_path / "pipe", "is no file"), (tmp_path / "no", "No such")):
+        with pytest.raises(StoredFileError, match=f"{path} can't be stored: .*{problem}"):
+            store_file(path)
+    assert not folder.exists() or not os.listdir(folder)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read all")
+def test_a_file_without_permission_is_told(tmp_path: Path) -> None:
+    (tmp_path / "secret").touch(mode=0)
+    with pytest.raises(StoredFileError, match="Permission denied"):
+        store_file(tmp_path / "secret")
+
+
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, folder: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(20))
+
+    def growing() -> Iterator[bytes]:
+        for chunk in stored_files._chunks_of(source):
+            with open(source, "ab") as file:
+                file.write(b"x" * (file.tell() < 100))
+            yield chunk
+
+    with pytest.raises(StoredFileError, match="changed while it was stored"):
+        store_chunks(growing())
+    assert os.listdir(folder) == []
+
+
+def test_a_full_disk_is_told_with_the_store() -> None:
+    store = FolderStore(Path("/dev/full/store"))
+    with pytest.raises(OSError, match="/dev/full"):
+        store.write([b"data"])
+
+
+def test_a_url_of_no_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv(STORE_VARIABLE, "s4://bucket/path")
+    with pytest.raises(immortal.errors.ImmortalError, match=r"'s4://bucket/path' names no store: .* s3://"):
+        store_chunks([b"data"])
+
+
+@pytest.mark.parametrize(
+    ("place", "is_one"),
+    [("/srv/files", True), ("s3://bucket/x", True), ("s4://bucket/x", False), ("files", False), ("s3://", False)],
+)
+def test_the_setting_takes_folders_and_urls(place: str, is_one: bool) -> None:
+    try:
+        msgspec.convert(place, FileStore)
+    except msgspec.ValidationError:
+        assert not is_one
+    else:
+        assert is_one
+
+
+def test_a_handle_from_outside_names_no_other_file() -> None:
+    for name in ("sha256-" + "A" * 64, "sha256-" + "a" * 64 + "\n", "../" + "a" * 68):
+        with pytest.raises(decoding.DecodeError):
+            decoding.decode(msgspec.msgpack.encode({"name": name, "size_bytes": 1}), type=StoredFile)
+
+
+def test_a_file_that_is_stored_again_is_not_removed(folder: Path) -> None:
+    stored, store = store_chunks([b"data"]), file_store()
+    os.utime(folder / stored.name, (1000, 1000))
+    assert [one.stored_s for one in store.listed()] == [1000]
+    store_chunks([b"data"])
+    store.remove_before(stored.name, 2000)
+    assert content_of(stored) == b"data"
+    os.utime(folder / stored.name, (1000, 1000))
+    store.remove_before(stored.name, 2000)
+    assert store.listed() == []
+
+
+# --- services ---------------------------------------------------------------------------------------------------------
+
+
+def length(stored: StoredFile) -> int:
+    return len(content_of(stored))
+
+
+class Vault(Immortal):
+    kept: dict[str, StoredFile]
+
+    def __init__(self) -> None:
+        self.kept = {}
+
+    @rpc
+    async def keep(self, path: Path) -> StoredFile:
+        once = immortal.effect.options(retry=immortal.Retry(attempts=1))
+        stored = self.kept[str(path)] = await once(store_file, path)
+        return stored
+
+    @rpc
+    async def size(self, stored: StoredFile) -> int:
+        return await immortal.effect(length, stored)
+
+    @rpc
+    def look(self, stored: StoredFile) -> None:
+        stored.open()
+
+
+def test_effects_store_and_read_and_handlers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"hello")
+    with Environment() as env:
+        vault = env.start(Vault, "vault", effects={store_file: store_file, length: length})
+        stored = vault.call(Vault.keep, tmp_path / "a")
+        assert vault.call(Vault.size, stored) == 5
+        with pytest.raises(immortal.CalleeFailed, match=r"open\(\).*immortal.effect"):
+            vault.call(Vault.look, stored)
+        with pytest.raises(immortal.CalleeFailed, match="StoredFileError: .*is no file"):
+            vault.call(Vault.keep, tmp_path)
+        assert vault.state.kept == {str(tmp_path / "a"): stored}
+
+
+def test_an_effect_of_a_file_that_is_missing_is_not_tried_again() -> None:
+    assert not immortal.Retry().is_for(StoredFileError("missing"))
+    assert immortal.Retry().is_for(OSError(28, "No space left on device"))
