@@ -102,8 +102,8 @@ def _refuse_in_handlers(what: str) -> None:
     owner = running.get()
     if owner is not None and not isinstance(owner, str):
         raise UsageError(
-            f"{what}: a handler was running, of which a replay must not ask the store: do it in a function that "
-            f"`await immortal.effect(...)` runs, and let it return what the handler needs"
+            f"{what}: handlers do not use a store, which a replay must not ask: do it in a function that `await "
+            f"immortal.effect(...)` runs, and let it return what the handler needs"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,16 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import immortal
-from immortal import Immortal, StoredFile, rpc, store_chunks, store_file
+from immortal import EffectFailed, Immortal, StoredFile, rpc, store_chunks, store_file
 from immortal.appsdk.effects import stored_files
 from immortal.appsdk.effects.stored_files import STORE_VARIABLE, FolderStore, file_store
 from immortal.cli.files import _names_in
 from immortal.coordinator.config.values import FileStore
 from immortal.coordinator.core.errors import DamagedLogError
-from immortal.errors import StoredFileError
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.format import CHUNK_KEY, CRC_SIZE_BYTES, META_TRIMMED
+from immortal.coordinator.log.identity import meta_row
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.log.reader import LogReader
+from immortal.errors import StoredFileError, UsageError
 from immortal.protocol import decoding
+from immortal.protocol.command_line import FailedError
 from immortal.testing import Environment
 from tests.helpers.homes import write_home
+from tests.helpers.memory_logs import damage_record
 
 
 @pytest.fixture(autouse=True)
@@ -184,9 +192,13 @@ class Vault(Immortal):
 
     @rpc
     async def keep(self, path: Path) -> StoredFile:
-        once = immortal.effect.options(retry=immortal.Retry(attempts=1))
-        stored = self.kept[str(path)] = await once(store_file, path)
+        stored = await immortal.effect(store_file, path)
+        await immortal.step(self.note, str(path), stored)
         return stored
+
+    @rpc
+    def note(self, path: str, stored: StoredFile) -> None:
+        self.kept[path] = stored
 
     @rpc
     async def size(self, stored: StoredFile) -> int:
@@ -197,19 +209,88 @@ class Vault(Immortal):
         stored.open()
 
 
-def test_effects_store_and_read_and_handlers_are_refused(tmp_path: Path) -> None:
+def test_effects_store_and_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"hello")
     with Environment() as env:
         vault = env.start(Vault, "vault", effects={store_file: store_file, length: length})
         stored = vault.call(Vault.keep, tmp_path / "a")
         assert vault.call(Vault.size, stored) == 5
-        with pytest.raises(immortal.CalleeFailed, match=r"open\(\).*immortal.effect"):
-            vault.call(Vault.look, stored)
-        with pytest.raises(immortal.CalleeFailed, match="StoredFileError: .*is no file"):
-            vault.call(Vault.keep, tmp_path)
         assert vault.state.kept == {str(tmp_path / "a"): stored}
+        write_home(env, tmp_path / "home", {"vault": f"{__name__}:Vault"})
+    with own_logs.open_reader(Registry(tmp_path / "home").load("vault")) as reader:
+        assert _names_in([reader]) == {stored.name}
+
+
+
+def test_handlers_are_refused() -> None:
+    vault = Environment().start(Vault, "vault")
+    with pytest.raises(UsageError, match=r"open\(\).*immortal.effect"):
+        vault.call(Vault.look, store_chunks([b"data"]))
+
+
+def test_an_effect_that_can_not_store_fails_at_once(tmp_path: Path) -> None:
+    vault = Environment().start(Vault, "vault", effects={store_file: store_file})
+    with pytest.raises(EffectFailed, match="StoredFileError: .*is no file"):
+        vault.call(Vault.keep, tmp_path)
 
 
 def test_an_effect_of_a_file_that_is_missing_is_not_tried_again() -> None:
     assert not immortal.Retry().is_for(StoredFileError("missing"))
     assert immortal.Retry().is_for(OSError(28, "No space left on device"))
+
+
+# --- removal ----------------------------------------------------------------------------------------------------------
+
+
+class _ReaderOfOneThatRuns(LogReader):
+    then: Callable[[], object] = staticmethod(lambda: None)
+
+    def release(self) -> None:
+        """Let something happen once behind the first look at the log."""
+        super().release()
+        then, self.then = self.then, lambda: None
+        then()
+
+
+def test_a_name_is_found_across_the_pieces_of_a_checkpoint() -> None:
+    name = b"sha256-" + b"0a" * 32
+    for cut in range(len(name) + 1):
+        store = MemoryLogStore()
+        for index, piece in enumerate((b"..." + name[:cut], name[cut:] + b"...")):
+            store.backend.durable.put("chunks", CHUNK_KEY.pack(1, index), bytes(CRC_SIZE_BYTES) + piece)
+        assert _names_in([LogReader(store.backend)]) == {name.decode()}
+
+
+def test_a_handle_that_moves_to_a_log_that_was_read_is_found() -> None:
+    stored = store_chunks([b"data"])
+    with Environment() as env:
+        vault = env.start(Vault, "vault")
+        reader = _ReaderOfOneThatRuns(env._world.nodes["vault"].store.backend)
+        reader.then = lambda: vault.call(Vault.note, "a", stored)
+        assert _names_in([reader, LogReader(MemoryLogStore().backend)]) == {stored.name}
+
+
+def test_where_a_log_is_trimmed_while_it_is_read_nothing_is_known() -> None:
+    store = MemoryLogStore()
+    reader = _ReaderOfOneThatRuns(store.backend)
+    table, key, value = meta_row(META_TRIMMED, 10)
+    reader.then = lambda: store.backend.durable.put(table, key, bytes(value))
+    with pytest.raises(FailedError, match="was trimmed while it was read"):
+        _names_in([reader])
+
+
+def test_where_a_record_is_damaged_nothing_is_known() -> None:
+    with Environment() as env:
+        vault = env.start(Vault, "vault")
+        vault.call(Vault.note, "a", store_chunks([b"data"]))
+        store = env._world.nodes["vault"].store.copy()
+    damage_record(store, store.last_sequence_id, 40)
+    with pytest.raises(DamagedLogError):
+        _names_in([LogReader(store.backend)])
+
+
+def test_a_row_that_is_not_decrypted_is_damage() -> None:
+    store = MemoryLogStore()
+    store.backend.durable.put("chunks", CHUNK_KEY.pack(1, 0), b"")
+    with pytest.raises(FailedError, match="'chunks'"):
+        _names_in([LogReader(store.backend)])
