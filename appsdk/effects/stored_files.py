@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 
 from msgspec import Meta, Struct
 
+from immortal.appsdk.calls.context import is_plain
 from immortal.appsdk.calls.user_code import running
 from immortal.appsdk.errors import StoredFileError, UsageError
 from immortal.coordinator.objects import DamagedObjectError
@@ -92,15 +93,15 @@ def _chunks_of(path: Path) -> Iterator[bytes]:
             while chunk := file.read(CHUNK_SIZE_BYTES):
                 yield chunk
             after = os.fstat(file.fileno())
-    except OSError as error:
-        raise StoredFileError(f"{path} can't be stored: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # also for a path with a zero byte
+        raise StoredFileError(f"{path} can't be stored: {getattr(error, 'strerror', error)}") from None
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise StoredFileError(f"{path} changed while it was stored: store it once it is complete")
 
 
 def _refuse_in_handlers(what: str) -> None:
     owner = running.get()
-    if owner is not None and not isinstance(owner, str):
+    if not (is_plain(owner) or isinstance(owner, str)):  # outside of instances, or in an effect
         raise UsageError(
             f"{what}: handlers do not use a store, which a replay must not ask: do it in a function that `await "
             f"immortal.effect(...)` runs, and let it return what the handler needs"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import immortal
 from immortal import EffectFailed, Immortal, StoredFile, rpc, store_chunks, store_file
 from immortal.appsdk.effects import stored_files
-from immortal.appsdk.effects.stored_files import STORE_VARIABLE, FolderStore, file_store
+from immortal.appsdk.effects.stored_files import STORE_VARIABLE, file_store
 from immortal.cli.files import _names_in
 from immortal.coordinator.config.values import FileStore
 from immortal.coordinator.core.errors import DamagedLogError
@@ -105,9 +105,10 @@ def test_a_missing_file_is_told_with_its_store(any_store: Path) -> None:
 
 def test_what_can_not_be_stored_is_told(tmp_path: Path, folder: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path, problem in ((tmp_path, "is no file"), (tmp_path / "pipe", "is no file"), (tmp_path / "no", "No such")):
-        with pytest.raises(StoredFileError, match=f"{path} can't be stored: .*{problem}"):
-            store_file(path)
+    wrong = {".": "is no file", "pipe": "is no file", "missing": "No such file", "a\0b": "null byte"}
+    for name, problem in wrong.items():
+        with pytest.raises(StoredFileError, match=f"can't be stored: .*{problem}"):
+            store_file(tmp_path / name)
     assert not folder.exists() or not os.listdir(folder)
 
 
@@ -133,10 +134,11 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, folder: Path) 
     assert os.listdir(folder) == []
 
 
-def test_a_full_disk_is_told_with_the_store() -> None:
-    store = FolderStore(Path("/dev/full/store"))
-    with pytest.raises(OSError, match="/dev/full"):
-        store.write([b"data"])
+def test_a_full_disk_is_told_with_the_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(stored_files, "open_beside", lambda path: (full, path.with_name("new")))
+    with pytest.raises(OSError, match=f"No space left on device: '{folder}'"):
+        store_chunks([b"data"])
 
 
 def test_a_url_of_no_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
