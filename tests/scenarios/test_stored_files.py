@@ -88,7 +88,7 @@ def test_a_large_file_passes_between_services_under_kills(tmp_path: Path) -> Non
         for run in runs.values():
             run.line("ready")
         looking.start()
-        with connect("camera", home=home) as camera, connect("vault", home=home) as vault:
+        with connect("camera", home=home, timeout=None) as camera, connect("vault", home=home) as vault:
             call = threading.Thread(target=camera.begin, args=(film,))
             call.start()
             store = home / ".files"

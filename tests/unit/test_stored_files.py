@@ -55,6 +55,12 @@ def content_of(stored: StoredFile) -> bytes:
         return content.read()
 
 
+def read_bytewise(stored: StoredFile, given_out: bytearray) -> None:
+    with stored.open() as content:
+        while byte := content.read(1):
+            given_out += byte
+
+
 @pytest.mark.parametrize("size_bytes", [0, 1, 6, 7, 8, 14, 50])
 def test_a_content_goes_round(any_store: Path, tmp_path: Path, size_bytes: int) -> None:
     data = os.urandom(size_bytes)
@@ -85,10 +91,9 @@ def test_damage_of_each_byte_is_found_before_the_end_is_given_out(any_store: Pat
     damaged += [data[:at] for at in range(len(data))] + [data + b"x", data + bytes(20)]
     for one in damaged:
         (any_store / stored.name).write_bytes(one)
-        given_out = b""
-        with pytest.raises(StoredFileError, match=f"{stored.name} in .* is damaged"), stored.open() as content:
-            while byte := content.read(1):
-                given_out += byte
+        given_out = bytearray()
+        with pytest.raises(StoredFileError, match=rf"{stored.name} in .* is damaged"):
+            read_bytewise(stored, given_out)
         assert len(given_out) < len(data)
         with pytest.raises(StoredFileError, match="is damaged"):
             stored.save(tmp_path / "target")
@@ -223,7 +228,6 @@ def test_effects_store_and_read(tmp_path: Path) -> None:
         assert _names_in([reader]) == {stored.name}
 
 
-
 def test_handlers_are_refused() -> None:
     vault = Environment().start(Vault, "vault")
     with pytest.raises(UsageError, match=r"open\(\).*immortal.effect"):
@@ -232,7 +236,7 @@ def test_handlers_are_refused() -> None:
 
 def test_an_effect_that_can_not_store_fails_at_once(tmp_path: Path) -> None:
     vault = Environment().start(Vault, "vault", effects={store_file: store_file})
-    with pytest.raises(EffectFailed, match="StoredFileError: .*is no file"):
+    with pytest.raises(EffectFailed, match=r"StoredFileError: .*is no file"):
         vault.call(Vault.keep, tmp_path)
 
 
