@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ import immortal
 from immortal import EffectFailed, Immortal, StoredFile, rpc, store_chunks, store_file
 from immortal.appsdk.effects import stored_files
 from immortal.appsdk.effects.stored_files import STORE_VARIABLE, file_store
+from immortal.cli import main
 from immortal.cli.files import _names_in
 from immortal.coordinator.config.values import FileStore
 from immortal.coordinator.core.errors import DamagedLogError
@@ -300,3 +302,48 @@ def test_a_row_that_is_not_decrypted_is_damage() -> None:
     store.backend.durable.put("chunks", CHUNK_KEY.pack(1, 0), b"")
     with pytest.raises(FailedError, match="'chunks'"):
         _names_in([LogReader(store.backend)])
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["--home", str(folder / "home"), "files", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_the_command_puts_and_gets(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"data")
+    status, handle = run(tmp_path, "put", str(tmp_path / "source"))
+    assert (status, decoding.decode_json(handle, type=StoredFile)) == (0, store_chunks([b"data"]))
+    assert run(tmp_path, "get", handle, str(tmp_path / "target")) == (0, "")
+    assert (tmp_path / "target").read_bytes() == b"data"
+    status, said = run(tmp_path, "put", str(tmp_path))
+    assert (status, "is no file" in said) == (1, True)
+    status, said = run(tmp_path, "get", "sha256-1", "target")
+    assert (status, '{"name": "sha256-...", "size_bytes": ...} was expected' in said) == (2, True)
+    status, said = run(tmp_path, "get", handle, str(tmp_path / "missing" / "target"))
+    assert (status, "No such file" in said) == (1, True)
+
+
+def test_without_a_log_nothing_is_removed(tmp_path: Path, folder: Path) -> None:
+    stored = store_chunks([b"data"])
+    os.utime(folder / stored.name, (1000, 1000))
+    registry = Registry(tmp_path / "home")
+    registry.register("vault", "tcp://127.0.0.1:*", file_store=str(folder))
+    status, said = run(tmp_path, "gc")
+    assert (status, "'vault' has not been started yet: there is no log in" in said) == (1, True)
+    assert content_of(stored) == b"data"
+
+
+def test_what_no_log_names_is_removed_where_the_setting_says(tmp_path: Path, folder: Path) -> None:
+    kept, unused = store_chunks([b"kept"]), store_chunks([b"unused"])
+    with Environment() as env:
+        env.start(Vault, "vault").call(Vault.note, "a", kept)
+        write_home(env, tmp_path / "home", {"vault": f"{__name__}:Vault"})
+    settings = tmp_path / "home" / "vault.toml"
+    settings.write_text(f'file_store = "{folder}"\n{settings.read_text()}')
+    assert run(tmp_path, "gc") == (0, f"{folder}: 2 files; removed: 0, 0 B\n")
+    for one in (kept, unused):
+        os.utime(folder / one.name, (1000, 1000))
+    assert run(tmp_path, "gc", "--dry-run") == (0, f"{folder}: 2 files; would be removed: 1, 6 B\n")
+    assert run(tmp_path, "gc") == (0, f"{folder}: 2 files; removed: 1, 6 B\n")
+    assert os.listdir(folder) == [kept.name]
