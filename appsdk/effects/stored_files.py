@@ -26,7 +26,7 @@ from immortal.appsdk.calls.context import is_plain
 from immortal.appsdk.calls.user_code import running
 from immortal.appsdk.errors import StoredFileError, UsageError
 from immortal.coordinator.objects import DamagedObjectError
-from immortal.protocol import distribution, shared_registry
+from immortal.protocol import distribution
 from immortal.protocol.files import make_folder, open_beside, sync_folder
 
 if TYPE_CHECKING:
@@ -253,7 +253,10 @@ class BucketStore:
 
 def file_store(where: str = "") -> FolderStore | BucketStore:
     """Return the store in a folder or at a URL; "": the store of this process, by its environment."""
-    where = where or os.environ.get(STORE_VARIABLE) or str(shared_registry.folder_of(None) / FOLDER_NAME)
+    if not (where := where or os.environ.get(STORE_VARIABLE, "")):
+        from immortal.protocol.shared_registry import folder_of
+
+        where = str(folder_of(None) / FOLDER_NAME)
     return BucketStore(where) if "://" in where else FolderStore(Path(where))
 
 
