@@ -26,6 +26,7 @@ from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, record_of, rpcs
+from immortal.protocol import personal_keys
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.extensions import RandomDraw, decode_app_batch, decode_origins, encode_record_time
@@ -205,6 +206,7 @@ def seal_process(limit_s: float) -> None:
 
     sys.addaudithook(look)
     signal.signal(signal.SIGALRM, stop)
+    os.environ[personal_keys.NOTES_VARIABLE] = os.devnull
     _limit_s = limit_s
 
 
