@@ -3,6 +3,7 @@
 from immortal.appsdk import errors
 from immortal.appsdk.dispatch.lifecycle import upgrades
 from immortal.appsdk.effects.effect import EffectContext, Retry, effect_context
+from immortal.appsdk.effects.stored_files import StoredFile, store_chunks, store_file
 from immortal.appsdk.errors import CallCancelled, CalleeFailed, CallRefused, Cancelled, EffectFailed
 from immortal.appsdk.handlers.decorators import cron, every, impulse, initial, on_primary, query, rpc
 from immortal.appsdk.handlers.proxy import Impulses, peer, peers
@@ -29,6 +30,7 @@ __all__ = [
     "Node",
     "Personal",
     "Retry",
+    "StoredFile",
     "Table",
     "Transient",
     "Winner",
@@ -45,6 +47,8 @@ __all__ = [
     "register_type",
     "rpc",
     "run",
+    "store_chunks",
+    "store_file",
     "table",
     "upgrades",
 ]

@@ -4,6 +4,7 @@
       DefinitionError    the class is not an app that a replay could repeat: raised at its definition
       UsageError         a call is not possible here: from the wrong thread, outside a handler, too large
         QueryError       a query has done more than read
+        StoredFileError  a file can't be stored, or its content is missing or damaged
       StateError         the state can't be written into a checkpoint, or a checkpoint can't be read back
       HandlerError       a logged input can't be handled: a replay would only repeat it, so the app stops
       CallRefused        a call can't be carried out: raised in the async handler that waits for it
@@ -75,6 +76,7 @@ __all__ = [
     "Refused",
     "StartError",
     "StateError",
+    "StoredFileError",
     "UpgradeError",
     "UsageError",
 ]
@@ -94,6 +96,10 @@ class DefinitionError(AppError, TypeError):
 
 class UsageError(AppError):
     """Raised for a call that is not possible in this place."""
+
+
+class StoredFileError(UsageError):
+    """Raised for a file that can't be stored, and for a handle whose content is missing or damaged in the store."""
 
 
 class QueryError(UsageError):

@@ -73,6 +73,7 @@ _COMMANDS = {
         "keys": ("immortal.cli.access", "Show, renew or revoke keys of instances and callers."),
         "archive": ("immortal.cli.archive", "Copy a log to object storage as it grows."),
         "restore": ("immortal.cli.archive", "Restore a log from an archive, at any moment."),
+        "files": ("immortal.cli.files", "Store files for calls; remove those that no log names."),
         "pipeline": ("immortal.pipeline.cli", "Run Spark jobs over the logs of a fleet."),
         "bench": ("immortal.bench.cli", "Measure calls between two services here."),
     },

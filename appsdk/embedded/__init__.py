@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from immortal.appsdk.effects.stored_files import STORE_VARIABLE
 from immortal.appsdk.embedded.app import EmbeddedApp
 from immortal.appsdk.errors import EXIT_FAILED, AppError, StartError
 from immortal.appsdk.handlers.definition import Definition, definition_of
@@ -67,6 +68,7 @@ class _Instance:
         if (app := _name_of(cls)) is not None:
             self.settings = self.registry.remember_app(name, app)
         check_start(self.settings)
+        os.environ[STORE_VARIABLE] = self.settings.files_place
         self.level: Level = level
         self.ready = threading.Event()
         self.app: EmbeddedApp | None = None

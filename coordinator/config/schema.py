@@ -23,6 +23,7 @@ from immortal.coordinator.config.values import (
     EncryptionKey,
     Endpoint,
     File,
+    FileStore,
     Host,
     HostPort,
     Log,
@@ -205,6 +206,7 @@ class Tuning(Struct, frozen=True):
     ] = 600
 
 
+FILES_FOLDER_NAME = ".files"  # in a home; no instance has such a name
 KEEP_CHECKPOINTS_DEFAULT = 2  # the newest, and one to fall back on
 KEEP_ALL_VARIABLE = "IMMORTAL_KEEP_ALL"
 """Environment variable: if set, the whole log is kept unless the settings limit it, as in 'immortal dev'."""
@@ -295,6 +297,10 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     checkpoints_to: Annotated[
         StoreUrl | None,
         says("Where checkpoints of more than 1 MiB of a log in a database go.", default="into the database"),
+    ] = None
+    file_store: Annotated[
+        FileStore | None,
+        says("Where files that its app stores, or is given, have their contents.", default="HOME/.files"),
     ] = None
     checkpoints: Annotated[
         Checkpoints,
@@ -418,6 +424,11 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         if not self.keep_executions_days or self.encryption_key:  # the list has arguments and results in plain
             return None
         return 0 if self.kept_days is None else max(self.keep_executions_days, self.kept_days)
+
+    @property
+    def files_place(self) -> str:
+        """Folder or URL of the store of its files."""
+        return self.file_store or str(self.folder.parent.absolute() / FILES_FOLDER_NAME)
 
     @property
     def leaves_keeping_open(self) -> bool:

@@ -267,6 +267,11 @@ StoreUrl = Annotated[
     Meta(pattern=r"\A(s3|gs|az|file)://[^\s]*[^\s/][^\s]*\Z"),
     kind("URL", '"s3://BUCKET/PATH", gs://, az:// or "file:///PATH"'),
 ]
+FileStore = Annotated[
+    str,
+    Meta(pattern=r"\A((s3|gs|az|file)://[^\s]*[^\s/][^\s]*|/[^\0]*)\Z"),
+    kind("FOLDER|URL", 'an absolute path, "s3://BUCKET/PATH", gs://, az:// or "file:///PATH"', path="log"),
+]
 LogKey = Annotated[
     str,
     Meta(pattern=rf"\A({LOG_KEY_FILE}|{NO_LOG_KEY}|/[^\0]*)\Z"),

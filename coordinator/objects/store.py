@@ -1,4 +1,4 @@
-"""Object stores by URL: s3://, gs://, az://, file://. Objects are created once, and never overwritten."""
+"""Object stores by URL: s3://, gs://, az://, file://. Objects are never overwritten with other contents."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from immortal.protocol.files import make_folder, opened
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from obstore import GetResult
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3", "gs", "az", "file")
@@ -83,10 +84,24 @@ class Objects:
     def get(self, name: str) -> bytes:
         """Read an object. Raises DamagedObjectError if it is missing, StoreError."""
         with _in_words(self.where):
-            try:
-                return bytes(obstore.get(self._store, self._prefix + name).bytes())
-            except (NotFoundError, FileNotFoundError):  # Python's own, of a folder
-                raise DamagedObjectError(f"the object {self.where}/{name} is missing") from None
+            return bytes(self._found(name).bytes())
+
+    def chunks(self, name: str, size_bytes_min: int) -> Iterator[bytes]:
+        """Yield an object's content in chunks, with bounded memory. Raises as :meth:`get`."""
+        with _in_words(self.where):
+            for chunk in self._found(name).stream(min_chunk_size=size_bytes_min):
+                yield bytes(chunk)
+
+    def _found(self, name: str) -> GetResult:
+        try:
+            return obstore.get(self._store, self._prefix + name)
+        except (NotFoundError, FileNotFoundError):  # Python's own, of a folder
+            raise DamagedObjectError(f"the object {self.where}/{name} is missing") from None
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Store a file as an object, with bounded memory; one of that name is replaced. Raises StoreError."""
+        with _in_words(self.where):
+            obstore.put(self._store, self._prefix + name, path)
 
     def get_all(self, names: Iterable[str]) -> Iterator[bytes]:
         """Read several objects in parallel; yield them in the order of ``names``. Raises as :meth:`get`."""

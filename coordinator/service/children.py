@@ -29,6 +29,7 @@ APP_LOG_FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"
 APP_LOG_LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
 APP_TIMINGS_VARIABLE = "IMMORTAL_TIMINGS"
 APP_EXECUTIONS_VARIABLE = "IMMORTAL_EXECUTIONS"
+APP_FILE_STORE_VARIABLE = "IMMORTAL_FILE_STORE"
 PYTHON = (sys.executable, "-P")  # files in the current folder must not hide modules of Python or ours
 
 
@@ -98,6 +99,7 @@ def app_command(
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
     environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
+    environment[APP_FILE_STORE_VARIABLE] = settings.files_place
     environment |= personal_keys.environment()
     if settings.nesting_max != NESTING_MAX_DEFAULT:
         environment[NESTING_VARIABLE] = str(settings.nesting_max)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ pytest.importorskip("moto.server")
 from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
+from immortal import store_chunks
+from immortal.appsdk.effects.stored_files import STORE_VARIABLE, file_store
 from immortal.coordinator.archive.archive import Archive, restore
 from immortal.coordinator.archive.archiver import Archiver
 from immortal.coordinator.archive.follower import prune
@@ -21,6 +24,7 @@ from immortal.coordinator.archive.format import Retention
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.objects import StoreError
 from immortal.coordinator.objects.store import Objects, store_of
+from immortal.errors import StoredFileError
 from immortal.log import open_log, open_reader
 from tests.faults.sample_log import NAME, put_record, read_contents, write_log
 
@@ -87,3 +91,21 @@ def test_a_name_is_given_once(endpoint: str) -> None:
 def test_a_bucket_that_is_not_there_is_said(endpoint: str) -> None:
     with pytest.raises(StoreError, match=r"the store s3://backups/immortal does not do it: .*NoSuchBucket"):
         Objects(store_of(URL), URL).put_new("x", b"y")
+
+
+def test_files_pass_through_a_bucket(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_bucket(endpoint)
+    monkeypatch.setenv(STORE_VARIABLE, f"{URL}/files")
+    data = os.urandom(11 << 20)  # three parts of an upload
+    stored = store_chunks([data])
+    assert store_chunks([data]) == stored
+    stored.save(tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == data
+    store = file_store()
+    assert [(one.name, one.size_bytes) for one in store.listed()] == [(stored.name, len(data))]
+    store.remove_before(stored.name, 0)
+    with pytest.raises(StoredFileError, match=rf"{stored.name} is not in the store {URL}/files"):
+        stored.open()
+    monkeypatch.setenv(STORE_VARIABLE, "s3://no-such-bucket/files")
+    with pytest.raises(StoreError, match="no-such-bucket"):
+        store_chunks([b"data"])

@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from immortal import store_file
 from immortal.appsdk.effects.runner import LocalEffectRunner
+from immortal.appsdk.effects.stored_files import STORE_VARIABLE
+from immortal.testing import Environment
 from tests.helpers.sdk import WAIT_S
 from tests.helpers.waiting import WaitingInstances
 
@@ -32,7 +35,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.setitem(sys.modules, name, module)
         exec(compile(source, f"{name}.py", "exec"), module.__dict__)
         made[name] = module
-    assert sorted(made) == ["lookout", "payments"]
+    assert sorted(made) == ["films", "lookout", "payments"]
     return made
 
 
@@ -115,3 +118,14 @@ def test_lookout(programs: dict[str, Any], runner: LocalEffectRunner, tmp_path: 
         until(one, lambda: len(one.app("lookout").up) == 2)
     assert one.app("lookout").up == dict(zip(ports, [True, False], strict=True))
     one.close()
+
+
+def test_a_file_goes_to_the_vault(programs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STORE_VARIABLE, str(tmp_path / "store"))
+    (tmp_path / "film").write_text("one\ntwo\n")
+    films = programs["films"]
+    with Environment() as env:
+        vault = env.start(films.Vault, "vault", effects={films.lines_of: films.lines_of})
+        camera = env.start(films.Camera, "camera", effects={store_file: store_file})
+        camera.call(films.Camera.take, tmp_path / "film")
+        assert vault.state.lines == {store_file(tmp_path / "film"): 2}
