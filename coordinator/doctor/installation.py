@@ -18,7 +18,19 @@ from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
 from immortal.protocol import compiled, distribution
 
 AREA = Area.INSTALLATION
-EXTRAS = ("archive", "debug", "encryption", "http", "metrics", "postgres", "pydantic-ai", "spark", "sql", "web")
+EXTRAS = (
+    "archive",
+    "debug",
+    "encryption",
+    "http",
+    "lineage",
+    "metrics",
+    "postgres",
+    "pydantic-ai",
+    "spark",
+    "sql",
+    "web",
+)
 """Extras for users; the others are for work on the project itself."""
 PYTHON_MIN = (3, 11)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([<>=!~0-9.,\s]*)(?:;\s*(.*))?")
