@@ -12,6 +12,7 @@ from msgspec.structs import replace
 import immortal
 from immortal import Immortal, Node, Transient, every, impulse, initial, on_primary, peer, peers, query, rpc, upgrades
 from immortal.appsdk.handlers.definition import KEY_SIZE_BYTES_MAX, RANGES, definition_of, key_problem, shard_of
+from immortal.appsdk.running.options import OptionError, run_options
 from immortal.errors import DefinitionError, StateError, UsageError
 from immortal.testing import Environment, crash_everywhere
 
@@ -442,3 +443,11 @@ def test_functions_outside_of_a_keyed_class(env: Environment) -> None:
         env.start(Plain, "plain")["ann"]
     with pytest.raises(UsageError, match="a keyed class and a number from 1"):
         env.start(Plain, "other", shards=2)
+
+
+def test_the_shard_comes_from_the_environment() -> None:
+    assert run_options(environment={"IMMORTAL_SHARD": "2/3"}).shard == (2, 3)
+    assert run_options(environment={}).shard is None
+    for wrong in ("3", "0/3", "4/3", "a/b", "1/5000", "1/3/3"):
+        with pytest.raises(OptionError, match=r"IMMORTAL_SHARD=.*: which shard of how many was expected, such as 2/3"):
+            run_options(environment={"IMMORTAL_SHARD": wrong})
