@@ -10,6 +10,7 @@ from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.nodes.node import Node
 from immortal.appsdk.running.runner import run
 from immortal.appsdk.state.schema import Transient
+from immortal.appsdk.state.table import Table, table
 from immortal.appsdk.types.handles import Handle
 from immortal.appsdk.types.registry import register_type
 from immortal.appsdk.waiting.loop import Winner
@@ -26,6 +27,7 @@ __all__ = [
     "Impulses",
     "Node",
     "Retry",
+    "Table",
     "Transient",
     "Winner",
     "cron",
@@ -41,5 +43,6 @@ __all__ = [
     "register_type",
     "rpc",
     "run",
+    "table",
     "upgrades",
 ]

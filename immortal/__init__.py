@@ -72,6 +72,7 @@ __all__ = [
     "Impulses",
     "Node",
     "Retry",
+    "Table",
     "Transient",
     "Winner",
     "at",
@@ -109,6 +110,7 @@ __all__ = [
     "signal",
     "sleep",
     "step",
+    "table",
     "upgrades",
     "uuid4",
 ]

@@ -131,6 +131,7 @@ class Dispatcher:
         self._journals_told: dict[str, tuple[int, int]] = {}  # the longest reported ones, by handler: results, bytes
         self._upgraded = False  # the next TakeCheckpoint completes the upgrade, unless more records come
         self._awaiting_initial = False
+        self._read_by_child: list[object] = []  # rows in the files of tables, while a child encodes the state
         self._blob: list[bytes] = []
         self._sources: list[str] | None = None  # sources of the batches of the next records, see Record
         self.time: AppTime | None = None  # the instance's time, as the coordinator last sent it; None: never
@@ -341,7 +342,10 @@ class Dispatcher:
         blob = b"".join(self._blob)
         self._blob.clear()
         self._life.restore(blob)
-        self._rewinds.take_copy((blob,))
+        if self._life.tables:  # a copy has none of their rows
+            self._rewinds.retake_copy()
+        else:
+            self._rewinds.take_copy((blob,))
 
     def _upgrade(self, version: int | None, *, with_checkpoint: bool) -> None:
         """Bring state and code to ``version`` (None: that of the app), after all outputs of the old code."""
@@ -393,7 +397,8 @@ class Dispatcher:
         elif forks and self.is_primary and self._extended and not self.healing.forced:
             self.outbox.close_batches()
             self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
-            yield SnapshotBegun(self._life.encode)
+            self._read_by_child = [table.snapshot for table in self._life.tables]
+            yield SnapshotBegun(self._life.encode_whole)
         else:
             self._save(heals=self.is_primary)  # a follower takes nothing back
             self.forks_next = True
@@ -406,6 +411,7 @@ class Dispatcher:
 
     def snapshot_ended(self, reason: str, *, forks_next: bool) -> None:
         """Report the end of the child process that encodes the state. ``reason``: why there is no checkpoint, or ""."""
+        self._read_by_child = []
         self.outbox.send(encode_message(MessageType.SNAPSHOT_END, reason.encode("utf-8", "replace")))
         self.forks_next = forks_next
 
@@ -434,8 +440,9 @@ class Dispatcher:
         """Send a checkpoint after all outputs of the records so far."""
         self.outbox.close_batches()
         self._rewinds.take_copy(pieces)
-        self.outbox.send(encode_checkpoint(sum(map(len, pieces))))
-        for piece in pieces:
+        size_bytes, whole = self._life.whole(pieces)
+        self.outbox.send(encode_checkpoint(size_bytes))
+        for piece in whole:
             self.outbox.send(piece)
 
     def _become_primary(self) -> Iterator[Event]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec import Struct
@@ -32,10 +32,10 @@ class Refusal(Struct, frozen=True):
 class SnapshotBegun(Struct, frozen=True):
     """Event: a checkpoint of the present state must be taken beside the handlers, before more input is handled.
 
-    ``encode`` returns the pieces of its blob; it raises StateError.
+    ``encode`` returns its blob: the size in bytes, and the pieces. It raises StateError.
     """
 
-    encode: Callable[[], tuple[bytes, bytes]]
+    encode: Callable[[], tuple[int, Iterable[bytes]]]
 
 
 class Flush(Struct, frozen=True):

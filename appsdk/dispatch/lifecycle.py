@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from immortal.appsdk.ordering.machine import Ordering
 from immortal.appsdk.ordering.messages import Plain
 from immortal.appsdk.state.journal import SavedTasks
 from immortal.appsdk.state.schema import Envelope, copied_envelope, decode_envelope, encode_envelope, hook_of
+from immortal.appsdk.state.table import Table
 from immortal.appsdk.waiting.tasks import Tasks
 from immortal.protocol.messages import RpcKind, RpcType
 
@@ -87,6 +89,8 @@ class Life:
     def go_back(self, blob: bytes) -> None:
         """Rewind to a copy of the state of this life; the object stays the same. Raises StateError, JournalError."""
         envelope, state = decode_envelope(blob)
+        for table in self.tables:
+            table.go_back()
         fresh = self._restored(envelope, state)
         self.instance.__dict__ = fresh.__dict__  # in one step: hooks read the object and keep a reference to it
         attach(self.instance, self._context)
@@ -101,6 +105,8 @@ class Life:
         self._context.sequence_id, self._context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
         instance = self._new_instance()
         schema = self.definition.state()
+        if self.instance is not None:  # a rewind, in which tables go back by themselves
+            vars(instance).update(zip(schema.tables, self.tables, strict=True))
         run = self._context.run_contexts.run
         restore = partial(run, schema.restore, instance, envelope, state)
         run_user_code(f"{self.definition.name}.restore", restore, StateError)
@@ -149,15 +155,29 @@ class Life:
         """
         schema = self.definition.state()
         if schema.serializer != "own":
-            schema.encode(self.instance)
+            schema.encode_attributes(self.instance)
+
+    @property
+    def tables(self) -> list[Table[Any, Any]]:
+        return self.definition.state().tables_of(self.instance)
 
     def encode(self) -> tuple[bytes, bytes]:
-        """Return the blob: its envelope and the present state. Raises StateError."""
+        """Return the blob without tables: its envelope and the present attributes. Raises StateError."""
         return self.bound(self._encode)
+
+    def encode_whole(self) -> tuple[int, Iterator[bytes]]:
+        """Return the blob of a checkpoint, see :meth:`whole`. Raises StateError."""
+        return self.whole(self.encode())
+
+    def whole(self, pieces: Sequence[bytes]) -> tuple[int, Iterator[bytes]]:
+        """Return the blob of a checkpoint: its size in bytes, and its pieces, from what :meth:`encode` returned."""
+        envelope, state = pieces
+        size_bytes, rest = self.definition.state().with_tables(self.instance, state)
+        return len(envelope) + size_bytes, chain((envelope,), rest)
 
     def _encode(self) -> tuple[bytes, bytes]:
         schema = self.definition.state()
-        encoded = partial(schema.encode, self.instance)
+        encoded = partial(schema.encode_attributes, self.instance)
         encode = partial(self._context.run_contexts.run, encoded)
         state = run_user_code(f"{self.definition.name}.checkpoint", encode, StateError)
         waiting = f"{self.definition.name}: to save what its handlers wait for"
@@ -313,7 +333,9 @@ def upgrades(old: type[ImmortalProtocol], *, retry_refused: bool = False) -> Cal
 def _carry_over(cls: Any, old: Any) -> Any:
     new = cls()
     for name in own_definition_of(old).state().fields:
-        setattr(new, name, getattr(old, name))
+        value = getattr(old, name)
+        is_dict = isinstance(value, Table) and name not in own_definition_of(new).state().tables
+        setattr(new, name, dict(value) if is_dict else value)
     return new
 
 

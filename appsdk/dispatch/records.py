@@ -359,8 +359,11 @@ class Rewinds:
         self._records.closely = None
         if rewound:
             self.settle()
-        if self.copies.add(record, rewound=rewound):
+        undo_size_bytes = sum(table.undo_size_bytes for table in self._life.tables)
+        if self.copies.add(record, rewound=rewound, undo_size_bytes=undo_size_bytes):
             self.retake_copy()
+        elif undo_size_bytes and self.copies.current is None:
+            self._keep_undo()
 
     def _undo(self, needed: RewindNeededError, record: Record) -> None:
         """Go back to the copy of the state, and handle the records after it again, up to ``record``."""
@@ -437,12 +440,18 @@ class Rewinds:
             return
         self.take_copy((blob,))
 
+    def _keep_undo(self) -> None:
+        """Let tables keep what a rewind to the present copy needs, if there is one."""
+        for table in self._life.tables:
+            table.keep_undo(keeps=self.copies.current is not None)
+
     def take_copy(self, pieces: Sequence[bytes]) -> None:
         """Take a copy of the present state, after all calls made so far."""
         tasks, sequence_id = self._context.tasks, self._life.next_sequence_id - 1
         self._context.outbox.begin_copy()
         tasks.queries.state_size_bytes = sum(map(len, pieces))
-        self.copies.take(pieces, sequence_id)
+        if self.copies.take(pieces, sequence_id):
+            self._keep_undo()
         self._failures.forget_up_to(self.copies.sequence_id(sequence_id))
         tasks.copied()
         self._restart_guard()

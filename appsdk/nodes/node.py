@@ -95,6 +95,8 @@ class NodeDefinition:
         if self._state is None:
             with resolving(f"{self.name}: the annotation of an attribute"):
                 self._state = StateSchema(self.cls, "msgspec", self.handlers, self.formerly)
+            for name in self._state.tables:
+                raise DefinitionError(f"{self.name}: attribute {name!r}: a Table is its owner's: a node can't have one")
         return self._state
 
     def resolve(self) -> None:

@@ -130,7 +130,7 @@ class LocalApp:
                 return
             if isinstance(event, SnapshotBegun):
                 try:
-                    self._snapshot(event.encode())
+                    self._snapshot(event.encode()[1])
                 except StateError as error:
                     self.dispatcher.snapshot_failed(error)
                     self.take_output()

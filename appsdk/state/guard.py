@@ -74,6 +74,7 @@ class Guard:
         self._schema: StateSchema | None = None
         self._instance: Any = None
         self._seen: dict[str, _Seen] = {}
+        self._tables: list[Any] = []
         self._left_out: set[str] = set()  # attributes that could not be saved before any of the checked messages
         self._count = 0  # of attributes
 
@@ -85,9 +86,12 @@ class Guard:
         self._left_out.clear()
         if self._schema is None:
             return
+        self._tables = schema.tables_of(instance)
+        for table in self._tables:
+            table.watch(watches=True)
         self._count = len(vars(instance))
         small = self._small_ones(schema, instance, size_bytes)
-        for name in schema.fields:
+        for name in schema.attributes:
             value = getattr(instance, name, _UNSET)
             is_plain = value is _UNSET or schema.is_plain_value(name, value)
             self._seen[name] = _Seen(value, None if is_plain else small.get(name))
@@ -99,7 +103,7 @@ class Guard:
         found: dict[str, bytes] = {}
         if size_bytes > MEASURED_SIZE_BYTES_MAX:
             return found
-        for name in schema.fields:
+        for name in schema.attributes:
             try:
                 found[name] = schema.raw(getattr(instance, name))
             except Exception:
@@ -115,12 +119,17 @@ class Guard:
     def give_up(self) -> None:
         """Stop until the state is next saved: later messages must not be blamed for the present problem."""
         self._schema = None
+        for table in self._tables:
+            table.watch(watches=False)
 
     def check(self) -> StateError | None:
         """Return the error if messages since the last check put something into the state that can't be saved."""
         schema, instance = self._schema, self._instance
         if schema is None:
             return None
+        for table in self._tables:
+            if (unstored := table.unstored()) is not None:
+                return unstored  # type: ignore[no-any-return]
         attributes = vars(instance)
         if len(attributes) != self._count:
             try:

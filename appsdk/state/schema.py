@@ -18,7 +18,9 @@ import inspect
 import io
 import pickle
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import chain
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
@@ -28,6 +30,7 @@ from immortal.appsdk.calls.codec import ValueDecoder, encode_value, encoder, res
 from immortal.appsdk.calls.replay_rules import NEWEST, NEWEST_ORDER, OrderRules, Rules
 from immortal.appsdk.errors import DefinitionError, StateError
 from immortal.appsdk.state.journal import SavedTasks
+from immortal.appsdk.state.table import Table, TableField, TableKind, map_front
 from immortal.appsdk.state.tree import differences, tree
 from immortal.appsdk.types.encoding import PLAIN_CLASSES, AnnotatedForm, allow_integers, form_of
 from immortal.appsdk.types.handles import MARK
@@ -165,7 +168,11 @@ class StateSchema:
         self.transient: set[str] = set()
         self._decoders: dict[str, ValueDecoder] = {}
         self._forms: dict[str, AnnotatedForm] = {}
+        self.tables: dict[str, TableKind] = {}
+        self.attributes: list[str] = []  # the fields that are no tables
         if self.serializer == "own":
+            with suppress(NameError):
+                self._refuse_tables(resolve_hints(cls))
             return
         for name, hint in resolve_hints(cls).items():
             if hint is ClassVar or typing.get_origin(hint) is ClassVar or name in self._not_state:
@@ -177,18 +184,69 @@ class StateSchema:
                 continue
             self.fields[name] = typing.get_args(hint)[0] if typing.get_origin(hint) is Final else hint
         self._known = {*self.fields, *self.transient}
-        if self.serializer == "msgspec":
+        if self.serializer == "pickle":
+            self._refuse_tables(self.fields)
+        else:
             for name, annotation in self.fields.items():
+                if typing.get_origin(annotation) is Table:
+                    self.tables[name] = kind = self._table(name, annotation)
+                    annotation = kind.value_type  # of one row
                 if problem := unsupported_type(annotation):
                     raise DefinitionError(f"{self._class_name}: attribute {name!r}: {problem}; {WAYS_OUT}")
                 exact = allow_integers(annotation)
                 self._decoders[name] = ValueDecoder(exact)
                 self._forms[name] = form_of(exact)
+        self.attributes = [name for name in self.fields if name not in self.tables]
+        for name in dir(cls):
+            if isinstance(inspect.getattr_static(cls, name), TableField) and name not in self.tables:
+                raise DefinitionError(
+                    f"{self._class_name}: {name} = table(...) needs its types: {name}: Table[int, str]"
+                )
+
+    def _table(self, name: str, annotation: Any) -> TableKind:
+        field = inspect.getattr_static(self._cls, name, None)
+        if field is None:
+            field = TableField()
+            field.__set_name__(self._cls, name)
+            setattr(self._cls, name, field)
+        if not isinstance(field, TableField):
+            raise DefinitionError(
+                f"{self._class_name}: attribute {name!r}: a Table has no default but table(...): put rows into it in "
+                f"__init__"
+            )
+        return TableKind(self, self._class_name, name, annotation, field.index)
+
+    def _refuse_tables(self, hints: dict[str, Any]) -> None:
+        for name, annotation in hints.items():
+            if typing.get_origin(annotation) is Table:
+                raise DefinitionError(
+                    f"{self._class_name}: attribute {name!r}: a Table is only possible where the SDK itself writes the "
+                    f'state: without serializer="pickle", and without a checkpoint method; use a dict here'
+                )
 
     # --- writing --------------------------------------------------------------------------------------------------
 
     def encode(self, instance: Any) -> bytes:
-        """Return the state as bytes, after a check that it can be decoded unchanged.
+        """Return the state as bytes, after a check that it can be decoded unchanged. Raises StateError."""
+        return b"".join(self.with_tables(instance, self.encode_attributes(instance))[1])
+
+    def with_tables(self, instance: Any, state: bytes) -> tuple[int, Iterator[bytes]]:
+        """Return the whole state, from its encoded attributes: its size in bytes, and its pieces."""
+        if not self.tables:
+            return len(state), iter((state,))
+        count = len(self.attributes)
+        pieces = [map_front(count + len(self.tables)), state[len(map_front(count)) :]]
+        sizes, rows = zip(*(table.pieces() for table in self.tables_of(instance)), strict=True)
+        names = [encoder.encode(name) for name in self.tables]
+        size_bytes = sum(map(len, (*pieces, *names))) + sum(sizes)
+        return size_bytes, chain(pieces, *(chain((name,), one) for name, one in zip(names, rows, strict=True)))
+
+    def tables_of(self, instance: Any) -> list[Table[Any, Any]]:
+        """Return the tables of an instance, in the order of :attr:`tables`."""
+        return [getattr(instance, name) for name in self.tables]
+
+    def encode_attributes(self, instance: Any) -> bytes:
+        """Return the state without its tables, like :meth:`encode`.
 
         Raises StateError, which names the attribute and the path in it.
         """
@@ -229,6 +287,16 @@ class StateSchema:
         except Exception as error:
             raise self._unfit(name, self._forms[name].unencodable(value, error)) from None
 
+    def encode_row(self, name: str, value: Any) -> bytes:
+        """Encode a value of a table, after the check of :meth:`check_attribute`. Raises StateError."""
+        if self._forms[name].is_plain_value(value):
+            return encode_value(value)
+        kept = self.kept(name, value)
+        data = self.encode_attribute(name, kept)
+        if not self._forms[name].is_sure:
+            self._require_restored(name, value, data)
+        return data
+
     def is_plain_value(self, name: str, value: Any) -> bool:
         """Return True if :meth:`check_attribute` surely accepts the value: a number, text or the like."""
         if self.serializer == "pickle":
@@ -267,13 +335,13 @@ class StateSchema:
         """
         if self.serializer == "own":
             return {"": instance.checkpoint()}
-        return {name: self.raw(getattr(instance, name)) for name in self.fields}
+        return {name: self.raw(getattr(instance, name)) for name in self.attributes}
 
     def collect(self, instance: Any) -> dict[str, Any]:
         """Return the attributes, which must be annotated and set. Raises StateError."""
         self.require_annotated(instance)
         values = {}
-        for name in self.fields:
+        for name in self.attributes:
             try:
                 values[name] = getattr(instance, name)
             except AttributeError:
@@ -356,6 +424,9 @@ class StateSchema:
                 saved |= one.keys()
             self._objects._require_names(saved or self._objects.fields)
         for name, value in values.items():
+            if name in self.tables:
+                getattr(instance, name).load(value)
+                continue
             setattr(instance, name, value if self.serializer == "pickle" else self.decode_attribute(name, value))
 
     def _read(self, state: memoryview) -> dict[str, Any]:

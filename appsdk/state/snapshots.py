@@ -23,7 +23,7 @@ import signal
 import struct
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -35,6 +35,9 @@ PIPE_SIZE_BYTES = 1 << 20  # the limit of an ordinary user
 SILENCE_S_MAX = 120.0  # without a byte while there is room: 1 GiB is encoded in 3 s, then the first byte comes
 _FRONT = struct.Struct("<BQ")
 _BLOB, _STATE_ERROR, _PROBLEM = 0, 1, 2
+
+Encode = Callable[[], tuple[int, Iterable[bytes]]]
+"""Function that encodes the state: it returns the blob's size in bytes, and its pieces. It raises StateError."""
 
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE_ADJUSTMENT_MAX = b"1000"
@@ -77,13 +80,13 @@ class SnapshotReader:
 
 
 class Snapshot:
-    """Child process and the pipe from it. ``encode`` returns the pieces of the blob; it raises StateError.
+    """Child process and the pipe from it.
 
     ``reason``: set when :meth:`read` has returned no bytes: why there is no blob; "" if it is complete. ``has_hung``:
     the child was silent for too long, and was killed. Times are monotonic, in seconds.
     """
 
-    def __init__(self, encode: Callable[[], Sequence[bytes]]) -> None:
+    def __init__(self, encode: Encode) -> None:
         self.reason = ""
         self.has_hung = False
         self.silent_since_s = time.monotonic()
@@ -96,7 +99,7 @@ class Snapshot:
             self.reason = f"the process that was to encode the state could not be started: {error}"
             self.close()
 
-    def _start(self, encode: Callable[[], Sequence[bytes]]) -> None:
+    def _start(self, encode: Encode) -> None:
         self._pipe, writer = os.pipe()
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             with contextlib.suppress(OSError):  # more than this user can have: then it takes longer
@@ -211,15 +214,15 @@ def _load_prctl() -> Prctl | None:
 # --- in the child -----------------------------------------------------------------------------------------------------
 
 
-def _run_child(encode: Callable[[], Sequence[bytes]], writer: int, parent: int, prctl: Prctl | None) -> NoReturn:
+def _run_child(encode: Encode, writer: int, parent: int, prctl: Prctl | None) -> NoReturn:
     status = 1
     try:
         gc.disable()
         _die_with(parent, prctl)
         os.closerange(3, writer)
         os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
-        kind, pieces = _encoded(encode)
-        _write(writer, _FRONT.pack(kind, sum(map(len, pieces))))
+        kind, size_bytes, pieces = _encoded(encode)
+        _write(writer, _FRONT.pack(kind, size_bytes))
         for piece in pieces:
             _write(writer, piece)
         status = 0
@@ -227,16 +230,18 @@ def _run_child(encode: Callable[[], Sequence[bytes]], writer: int, parent: int, 
         os._exit(status)  # none of the parent's code must run: no finally, no atexit, no flush of a buffer
 
 
-def _encoded(encode: Callable[[], Sequence[bytes]]) -> tuple[int, Sequence[bytes]]:
+def _encoded(encode: Encode) -> tuple[int, int, Iterable[bytes]]:
     try:
-        return _BLOB, encode()
+        return _BLOB, *encode()
     except MemoryError as error:
         problem: BaseException = error
     except Exception as error:
         if not isinstance(error.__cause__, MemoryError):
-            return _STATE_ERROR, [str(error).encode("utf-8", "replace")]
+            text = str(error).encode("utf-8", "replace")
+            return _STATE_ERROR, len(text), [text]
         problem = error.__cause__
-    return _PROBLEM, [f"there is not enough memory to encode the state beside the app: {problem!r}".encode()]
+    text = f"there is not enough memory to encode the state beside the app: {problem!r}".encode()
+    return _PROBLEM, len(text), [text]
 
 
 def _die_with(parent: int, prctl: Prctl | None) -> None:
@@ -300,13 +305,15 @@ class Copies:
         """Keep copies from here on: a call has failed, and the next one can fail."""
         self._large_left_bytes = LATELY_SIZE_BYTES
 
-    def take(self, pieces: Sequence[bytes], sequence_id: int) -> None:
-        """Keep the blob of ``pieces`` as the state after the record ``sequence_id``."""
+    def take(self, pieces: Sequence[bytes], sequence_id: int) -> bool:
+        """Keep the blob of ``pieces`` as the state after the record ``sequence_id``; return False if an older one has
+        to stay."""
         if self.pinned and self.current is not None:
-            return
+            return False
         self.current = None
         if self.enabled and self._may_keep(sum(map(len, pieces))):
             self.current = Copy(b"".join(pieces), sequence_id)
+        return True
 
     def sequence_id(self, default: int) -> int:
         """Return the record after which a rewind would begin."""
@@ -316,8 +323,9 @@ class Copies:
         """Forget the copy: the code changes, or the state changes by other means than records."""
         self.current = None
 
-    def add(self, record: Record, *, rewound: bool) -> bool:
-        """Add a handled record; return True if a new copy is due. ``rewound``: one of its messages failed."""
+    def add(self, record: Record, *, rewound: bool, undo_size_bytes: int = 0) -> bool:
+        """Add a handled record; return True if a new copy is due. ``rewound``: one of its messages failed.
+        ``undo_size_bytes``: what tables keep in memory for a rewind."""
         copy = self.current
         if copy is None:
             return False
@@ -329,7 +337,7 @@ class Copies:
             return False
         if rewound and copy.tail_size_bytes > len(copy.blob):
             return True  # the next rewind must cost no more than a copy
-        if copy.tail_size_bytes <= max(TAIL_SIZE_BYTES_MAX, len(copy.blob) // 4):
+        if max(copy.tail_size_bytes, undo_size_bytes) <= max(TAIL_SIZE_BYTES_MAX, len(copy.blob) // 4):
             return False
         if not self._may_keep(len(copy.blob)):
             self.current = None

@@ -144,6 +144,8 @@ class AnnotatedForm(Form):
         level: Level = [(self, (value,))]
         odd = False
         try:
+            if self.step(type(value)).is_plain(value):
+                return False
             for depth in range(DEPTH_MAX):
                 below: Level = []
                 for form, column in level:

@@ -257,7 +257,7 @@ def _is_model(cls: Any) -> bool:
 
 def may_hold_handles(annotation: Any) -> bool:
     """Return True if a value of the annotation can contain an :class:`immortal.Handle`, by name or in Any."""
-    for info in _types_in(type_info(readable_type(annotation))):
+    for info in types_of(annotation):
         cls = info.cls if isinstance(info, msgspec.inspect.CustomType) else None
         if isinstance(info, msgspec.inspect.AnyType) or find_codec(typing.get_origin(cls) or cls) is _handle_codec():
             return True
@@ -266,7 +266,7 @@ def may_hold_handles(annotation: Any) -> bool:
 
 def may_hold_untyped(annotation: Any) -> bool:
     """Return True if a part of a value of the annotation has no declared type (Any)."""
-    return any(isinstance(info, msgspec.inspect.AnyType) for info in _types_in(type_info(readable_type(annotation))))
+    return any(isinstance(info, msgspec.inspect.AnyType) for info in types_of(annotation))
 
 
 @functools.cache
@@ -274,6 +274,11 @@ def _handle_codec() -> Codec:
     handles = importlib.import_module(_LIBRARIES["immortal"])
     found: Codec = handles.codec_of(handles._Handle)
     return found
+
+
+def types_of(annotation: Any) -> Iterator[msgspec.inspect.Type]:
+    """Yield all types that an annotation consists of. Raises what ``msgspec.inspect.type_info`` raises."""
+    return _types_in(type_info(readable_type(annotation)))
 
 
 def _types_in(first: msgspec.inspect.Type) -> Iterator[msgspec.inspect.Type]:
@@ -293,7 +298,7 @@ def unsupported_type(annotation: Any) -> str | None:
         if problem := _custom_problem(model):
             return problem
     try:
-        for info in _types_in(type_info(readable_type(annotation))):
+        for info in types_of(annotation):
             if isinstance(info, msgspec.inspect.CustomType) and (problem := _custom_problem(info.cls)):
                 return problem
     except (TypeError, ValueError, NotImplementedError) as error:  # the last two: for integers beyond 64 bits

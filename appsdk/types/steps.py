@@ -119,6 +119,10 @@ class Step:
         """Return True if a value of ``column`` needs a tag; add parts to ``below``. Raises NotRoundTrippableError."""
         return False
 
+    def is_plain(self, value: Any) -> bool:
+        """Return True if :meth:`look` surely accepts this one value, and it needs no tag: a fast answer."""
+        return False
+
     def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
         """Yield the parts of ``value``: (path to it, its form, the part)."""
         yield from ()
@@ -340,6 +344,18 @@ class Objects(Step):
         self._has_dict = bool(getattr(cls, "__dictoffset__", 0))
         self._names = frozenset() if self._is_struct else frozenset(fields)
         self._getters = [(attrgetter(name), form) for name, form in fields.items()]
+        self._get_all = attrgetter(*fields) if len(fields) > 1 else None
+        self._plain: set[tuple[type, ...]] = set()  # classes of the fields of values that were plain
+
+    def is_plain(self, value: Any) -> bool:
+        if self._get_all is None or (self._has_dict and len(vars(value)) != len(self._names)):
+            return False
+        classes = tuple(map(type, self._get_all(value)))
+        if classes in self._plain:
+            return True
+        if all(form.are_plain((cls,)) for cls, (_, form) in zip(classes, self._getters, strict=True)):
+            self._plain.add(classes)
+        return classes in self._plain
 
     def look(self, column: Column, below: Level) -> bool:
         if self._has_dict and set(map(len, map(vars, column))) != {len(self._names)}:

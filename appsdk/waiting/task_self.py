@@ -101,7 +101,7 @@ class TaskSelf:
                 return found.__get__(None, definition.cls) if hasattr(found, "__get__") else found
             if name.startswith("__") or name not in attributes:
                 raise AttributeError(f"{definition.name!r} object has no attribute {name!r}")
-        if name in schema.fields and schema.serializer == "msgspec":
+        if name in schema.attributes and schema.serializer == "msgspec":
             frame = sys._getframe(1)
             is_looked_at = frame.f_code.co_filename in _TYPED or in_debugger(frame)  # no rebuild reads it there again
             return task.look(schema, name) if is_looked_at else task.read(schema, name)

@@ -264,7 +264,7 @@ def test_a_child_that_hangs_is_killed_and_the_next_checkpoint_is_in_one_piece(mo
 def test_a_child_that_is_not_read_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
     monkeypatch.setattr(immortal.appsdk.state.snapshots.time, "monotonic", lambda: now_s[0])
-    snapshot = Snapshot(lambda: [bytes(4 << 20)])  # more than its pipe holds
+    snapshot = Snapshot(lambda: (4 << 20, [bytes(4 << 20)]))  # more than its pipe holds
     try:
         now_s[0] += 10 * immortal.appsdk.state.snapshots.SILENCE_S_MAX
         snapshot.not_read()

@@ -378,7 +378,7 @@ class SdkApp:
                 self._become_primary()
             elif isinstance(event, SnapshotBegun):
                 self._take_output()  # the Begin, before any part of the blob
-                blob = b"".join(event.encode())
+                blob = b"".join(event.encode()[1])
                 size_bytes = self._rng.randrange(50, 500)
                 for start in range(0, len(blob), size_bytes):
                     chunk = blob[start : start + size_bytes]

@@ -1,0 +1,562 @@
+"""Tables: mappings in the state that keep their rows encoded, in the order of their keys, and mostly on disk.
+
+In a checkpoint a table is what a ``dict`` would be, so every reader of states knows it, and an attribute can become a
+table, or a dict again. Values are encoded when they are set and decoded when they are read: a changed value must be
+set again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
+from operator import attrgetter
+from threading import get_ident
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, get_args
+
+import lmdb
+import msgspec
+from msgspec import inspect as shapes
+
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value, resolve_hints
+from immortal.appsdk.calls.context import QUERY_RUNS
+from immortal.appsdk.errors import AS_RPC, DefinitionError, QueryError, StateError, UsageError
+from immortal.appsdk.state.table_rows import KEY_SIZE_BYTES_MAX, KeyForm, Row, Span, Store, after_prefix, key_form
+from immortal.appsdk.types.encoding import allow_integers
+from immortal.appsdk.types.handles import MARK
+from immortal.appsdk.types.registry import may_hold_handles, types_of
+from immortal.protocol import decoding
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+PIECE_SIZE_BYTES = 256 << 10
+WATCHED_MAX = 1000  # values that were read, before those are forgotten that nobody holds any more
+_NOBODY_HOLDS = 2  # references: that of the list, and that of the count itself
+_REQUIRED: Any = object()
+_SCALARS = (
+    shapes.NoneType,
+    shapes.BoolType,
+    shapes.IntType,
+    shapes.FloatType,
+    shapes.StrType,
+    shapes.BytesType,
+    shapes.DateTimeType,
+    shapes.DateType,
+    shapes.TimeType,
+    shapes.TimeDeltaType,
+    shapes.DecimalType,
+    shapes.UUIDType,
+    shapes.EnumType,
+    shapes.LiteralType,
+    shapes.UnionType,
+    shapes.Metadata,
+    shapes.TupleType,
+    shapes.VarTupleType,
+    shapes.FrozenSetType,
+    shapes.NamedTupleType,
+)
+
+
+class RowCodec(Protocol):
+    """What a table needs of a :class:`~immortal.appsdk.state.schema.StateSchema`. Both raise StateError."""
+
+    def encode_row(self, name: str, value: Any) -> bytes: ...
+    def decode_attribute(self, name: str, raw: Any) -> Any: ...
+
+
+class Index(NamedTuple):
+    value_of: Any
+    form: KeyForm
+
+
+class TableKind:
+    """Types of a table's keys and values, and its indexes. ``schema``: of the class that has the table, by ``name``.
+
+    Raises DefinitionError.
+    """
+
+    def __init__(self, schema: RowCodec, class_name: str, name: str, annotation: Any, indexed: Iterable[str]) -> None:
+        self.schema = schema
+        self.name = name
+        self.where = f"{class_name}: table {name!r}"
+        key, self.value_type = get_args(annotation)
+        try:
+            self.key = key_form(key)
+            self.indexes = {attribute: self._index(attribute) for attribute in indexed}
+        except TypeError as error:
+            raise DefinitionError(f"{self.where}: {error}") from None
+        self.decode_key = ValueDecoder(allow_integers(key)).decode
+        self.decode = ValueDecoder(allow_integers(self.value_type)).plainly
+        self.is_mutable = any(map(_is_mutable, types_of(self.value_type)))
+        self.may_hold_handles = may_hold_handles(self.value_type)
+
+    def _index(self, attribute: str) -> Index:
+        hints = resolve_hints(self.value_type) if isinstance(self.value_type, type) else {}
+        if attribute not in hints:
+            known = ", ".join(hints) or "none"
+            raise TypeError(f"index={attribute!r}: its values have no such attribute (they have: {known})")
+        return Index(attrgetter(attribute), key_form(hints[attribute]))
+
+
+def _is_mutable(info: shapes.Type) -> bool:
+    if isinstance(info, shapes.StructType):
+        return not info.cls.__struct_config__.frozen
+    if isinstance(info, shapes.DataclassType):
+        parameters = getattr(info.cls, "__dataclass_params__", None)  # None: a class of attrs
+        return parameters is None or not parameters.frozen
+    return not isinstance(info, _SCALARS)
+
+
+class TableField:
+    """Descriptor of a table in a class: it makes the table at the first use."""
+
+    def __init__(self, index: Sequence[str] = ()) -> None:
+        if isinstance(index, str):
+            raise DefinitionError(f"table(index={index!r}): a list of names was expected: [{index!r}]")
+        self.index = tuple(index)
+        self.name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        attributes = vars(instance)
+        found = attributes.get(self.name)
+        if type(found) is Table:
+            return found
+        definition = type(instance)._immortal_definition
+        made = attributes[self.name] = Table[Any, Any](definition.state().tables[self.name], instance)
+        if found is not None:  # of a copy of the instance
+            made.update(found)
+        return made
+
+    def __set__(self, instance: Any, rows: Mapping[Any, Any]) -> None:
+        """Replace all rows by those of another mapping."""
+        mine = self.__get__(instance)
+        if rows is not mine:
+            if not isinstance(rows, Mapping):
+                raise TypeError(f"self.{self.name} = ...: a {type(rows).__qualname__} came, a mapping was expected")
+            mine.clear()
+            mine.update(rows)
+
+
+def table(*, index: Sequence[str] = ()) -> Any:
+    """Declare a :class:`Table` with indexes over attributes of its values: ``table(index=["customer"])``.
+
+    A table without an index needs only its annotation.
+    """
+    return TableField(index)
+
+
+class Table(MutableMapping[K, V], Generic[K, V]):
+    """Mapping in the state of a service, with keys in order: ``orders: Table[int, Order]``.
+
+    It can be larger than memory: the rows lie in a temporary file, recent ones in memory. Keys are int, str, bytes,
+    bool, float, date, datetime, timedelta, UUID, enums, or tuples of these. Values are what an attribute can be. Each
+    read returns a new value: if you change one, set it again, ``self.orders[1] = order``. A handler that forgets it
+    fails. Rows that are written during an iteration are seen if they lie ahead.
+    """
+
+    __slots__ = ("_count", "_indexes", "_instance", "_kind", "_mark", "_rows", "_size_bytes", "_store", "_watch")
+
+    def __init__(self, kind: TableKind | None = None, instance: Any = None) -> None:
+        if kind is None:
+            raise UsageError("Table(): a table is an attribute of a service: annotate it, 'orders: Table[int, Order]'")
+        self._kind = kind
+        self._instance = instance
+        self._store = Store()
+        self._rows = self._store.add()
+        self._indexes = {name: (index, self._store.add()) for name, index in kind.indexes.items()}
+        self._count = self._size_bytes = 0  # of the rows in a checkpoint
+        self._mark = 0, 0  # the same at the last copy of the state
+        self._watch: _Watch | None = None  # None: no message is handled for the first time
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: K) -> V:
+        packed = self._kind.key.pack(key)
+        self._enter()
+        if (data := self._rows.get(packed)) is None:
+            raise KeyError(key)
+        return self._read(packed, data)
+
+    def __contains__(self, key: object) -> bool:
+        self._enter()
+        return self._rows.get(self._kind.key.pack(key)) is not None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self.keys())
+
+    def __reversed__(self) -> Iterator[K]:
+        return iter(self.keys(reverse=True))
+
+    def __setitem__(self, key: K, value: V) -> None:
+        kind = self._kind
+        packed = kind.key.pack(key)
+        self._enter(writes=True)
+        data = kind.schema.encode_row(kind.name, value)
+        if kind.may_hold_handles and MARK in data:
+            raise StateError(f"{kind.where}: row {key!r} has a handle, which no table keeps: put it in an attribute")
+        self._put(key, packed, data, value)
+        if self._watch is not None and kind.is_mutable:
+            self._watch.stored(packed, value, data)
+
+    def __delitem__(self, key: K) -> None:
+        packed = self._kind.key.pack(key)
+        self._enter(writes=True)
+        if self._rows.get(packed) is None:
+            raise KeyError(key)
+        self._delete(key, packed)
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        for key in self.keys():
+            del self[key]
+
+    def first(self) -> tuple[K, V] | None:
+        """Return the row with the least key; None: there are no rows."""
+        return next(iter(self.items()), None)
+
+    def last(self) -> tuple[K, V] | None:
+        """Return the row with the greatest key; None: there are no rows."""
+        return next(iter(self.items(reverse=True)), None)
+
+    # --- rows in order ----------------------------------------------------------------------------------------------
+
+    def keys(self, start: Any = None, stop: Any = None, *, prefix: Any = None, reverse: bool = False) -> KeysView[K]:
+        """Return the keys from ``start`` up to ``stop``, which is outside; or those that begin with ``prefix``.
+
+        ``prefix``: of a str or bytes, or the first items of a tuple; ``start`` and ``stop`` can be such, too.
+        """
+        return _Keys(self._part(start, stop, prefix, reverse))
+
+    def values(
+        self, start: Any = None, stop: Any = None, *, prefix: Any = None, reverse: bool = False
+    ) -> ValuesView[V]:
+        """Return the values in the order of their keys, see :meth:`keys`."""
+        return _Values(self._part(start, stop, prefix, reverse))
+
+    def items(
+        self, start: Any = None, stop: Any = None, *, prefix: Any = None, reverse: bool = False
+    ) -> ItemsView[K, V]:
+        """Return the rows in the order of their keys, see :meth:`keys`."""
+        return _Items(self._part(start, stop, prefix, reverse))
+
+    def by(
+        self,
+        index: str,
+        value: Any = _REQUIRED,
+        *,
+        start: Any = None,
+        stop: Any = None,
+        prefix: Any = None,
+        reverse: bool = False,
+    ) -> Iterator[tuple[K, V]]:
+        """Yield the rows whose attribute ``index`` is ``value``, or lies from ``start`` up to ``stop``, in its order.
+
+        Rows with the same value follow in the order of their keys.
+        """
+        if index not in self._indexes:
+            known = ", ".join(self._indexes) or "none"
+            raise UsageError(f"{self._kind.where} has no index {index!r} (its indexes: {known}): table(index=[...])")
+        (_, form), entries = self._indexes[index]
+        if value is _REQUIRED:
+            span = span_of(form, start, stop, prefix)
+        else:
+            front = form.pack(value)
+            span = front, after_prefix(front)
+        self._enter()
+        for entry, _ in entries.scan(span, reverse=reverse):
+            self._enter()
+            packed = entry[form.unpack(entry, 0)[1] :]
+            data = self._rows.get(packed)
+            if data is not None:
+                yield self._kind.key.unpack(packed, 0)[0], self._read(packed, data)
+
+    def _part(self, start: Any, stop: Any, prefix: Any, reverse: bool) -> _Part[K, V]:
+        return _Part(self, span_of(self._kind.key, start, stop, prefix), reverse)
+
+    def _scan(self, span: Span, reverse: bool) -> Iterator[Row]:
+        for row in self._rows.scan(span, reverse=reverse):
+            self._enter()
+            yield row
+
+    # --- access -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, *, writes: bool = False) -> None:
+        """Check that the code that runs can use the table. Raises UsageError."""
+        context = getattr(self._instance, "_immortal_context", None)
+        if context is None:  # a state that is only shown
+            return
+        if get_ident() != context.thread_id and context.outbox is not None:
+            raise UsageError(
+                f"self.{self._kind.name} is used in another thread than the handlers': only they use a table; keep "
+                f"what a hook or thread needs in an attribute"
+            )
+        if writes and context.handling_thread_id == QUERY_RUNS:
+            raise QueryError(f"self.{self._kind.name} is changed: a query only reads: {AS_RPC}")
+
+    def _read(self, packed: bytes, data: bytes) -> V:
+        kind = self._kind
+        try:
+            value: V = kind.decode(data)
+        except Exception:  # the other function reads more, and explains errors
+            value = kind.schema.decode_attribute(kind.name, data)
+        watch = self._watch if kind.is_mutable else None
+        if watch is not None and self._instance._immortal_context.handling_thread_id != QUERY_RUNS:
+            watch.read(packed, value, data)
+        return value
+
+    def _put(self, key: K, packed: bytes, data: bytes, value: V) -> None:
+        entries = [index.form.pack(index.value_of(value)) + packed for index, _ in self._indexes.values()]
+        for one in (packed, *entries):
+            if len(one) > KEY_SIZE_BYTES_MAX:
+                what = "its key has" if one is packed else "its key and an indexed attribute have"
+                raise StateError(
+                    f"{self._kind.where}: row {str(key)[:40]!r}...: {what} {len(one)} bytes, at most "
+                    f"{KEY_SIZE_BYTES_MAX} are possible"
+                )
+        self._make_room(may_refuse=self._watch is not None)
+        old = self._rows.put(packed, data)
+        self._size_bytes += len(data)
+        if old is None:
+            self._count += 1
+            self._size_bytes += len(encode_value(key))
+        else:
+            self._size_bytes -= len(old)
+        if entries and old != data:
+            self._forget_entries(packed, old)
+            for entry, (_, rows) in zip(entries, self._indexes.values(), strict=True):
+                rows.put(entry, b"")
+
+    def _delete(self, key: K, packed: bytes) -> None:
+        self._make_room(may_refuse=False)
+        old = self._rows.put(packed, None)
+        self._count -= 1
+        self._size_bytes -= len(encode_value(key)) + len(old or b"")
+        self._forget_entries(packed, old)
+        if self._watch is not None:
+            self._watch.forget(packed)
+
+    def _forget_entries(self, packed: bytes, old: bytes | None) -> None:
+        if old is not None and self._indexes:
+            value = self._kind.schema.decode_attribute(self._kind.name, old)
+            for index, rows in self._indexes.values():
+                rows.put(index.form.pack(index.value_of(value)) + packed, None)
+
+    def _make_room(self, *, may_refuse: bool) -> None:
+        """Move recent writes into the file if they are many. Raises StateError if that fails and ``may_refuse``."""
+        store = self._store
+        if store.recent_size_bytes <= store.limit_bytes:
+            return
+        try:
+            store.flush()
+        except (OSError, lmdb.Error) as error:
+            if may_refuse:
+                raise StateError(
+                    f"{self._kind.where}: the row can't be kept, since the table's temporary file can't be written: "
+                    f"{error}; make room there, or choose another folder with TMPDIR"
+                ) from None
+            store.limit_bytes = 2 * store.recent_size_bytes  # a replay must not fail where no call failed before
+
+    # --- for the SDK ------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> tuple[int, Iterator[bytes]]:
+        """Return the table as a MessagePack map, as a dict would be encoded: its size in bytes, and its pieces."""
+        front = map_front(self._count)
+        return len(front) + self._size_bytes, self._pieces(front)
+
+    def _pieces(self, front: bytes) -> Iterator[bytes]:
+        unpack = self._kind.key.unpack
+        parts, size_bytes = [front], 0
+        for packed, data in self._rows.scan((b"", None)):
+            parts += encode_value(unpack(packed, 0)[0]), data
+            size_bytes += len(data)
+            if size_bytes >= PIECE_SIZE_BYTES:
+                yield b"".join(parts)
+                parts, size_bytes = [], 0
+        yield b"".join(parts)
+
+    def load(self, raw: Any) -> None:
+        """Add the rows of a MessagePack map, one after the other. Raises StateError."""
+        kind = self._kind
+        try:
+            for key_data, data in _pairs(memoryview(raw)):
+                key = kind.decode_key(key_data)
+                value = kind.schema.decode_attribute(kind.name, data)
+                self._put(key, kind.key.pack(key), bytes(data), value)
+        except (decoding.DecodeError, TypeError, ValueError) as error:
+            raise StateError(f"{kind.where} can't be read from the checkpoint: {error}") from None
+
+    def keep_undo(self, *, keeps: bool) -> None:
+        """Begin to keep what :meth:`go_back` needs: a copy of the state was taken. With False, stop that."""
+        self._mark = self._count, self._size_bytes
+        self._store.keep_undo(keeps=keeps)
+
+    def go_back(self) -> None:
+        """Restore the rows of the last copy of the state."""
+        self._store.go_back()
+        self._count, self._size_bytes = self._mark
+        self._watch = None
+        self.keep_undo(keeps=True)
+
+    @property
+    def undo_size_bytes(self) -> int:
+        return self._store.undo_size_bytes
+
+    @property
+    def snapshot(self) -> object:
+        """What keeps the rows in the file readable for a forked child, as long as somebody holds it."""
+        return self._store.snapshot
+
+    def watch(self, *, watches: bool) -> None:
+        """Begin to note values that are read; with False, stop that, for messages that were handled before."""
+        self._watch = _Watch(self._kind) if watches else None
+
+    def unstored(self) -> StateError | None:
+        """Return the error if a value was changed since :meth:`watch`, or the last call, and not set again."""
+        watch = self._watch
+        if watch is None or not (watch.held or watch.changed):
+            return None
+        watch.compare()
+        self._watch = _Watch(self._kind)
+        if watch.changed is None:
+            return None
+        key = self._kind.key.unpack(watch.changed, 0)[0]
+        return StateError(
+            f"{self._kind.where}: row {key!r} was changed but not stored: a read returns a copy, so write "
+            f"self.{self._kind.name}[{key!r}] = <the value> behind the change"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Table {self._kind.name!r} of {self._count} rows>"
+
+    def __reduce__(self) -> Any:  # a copy outside of a service is a dict
+        return dict, (dict(self),)
+
+
+class _Watch:
+    """Values that were read from a table or put into it. ``changed``: key of one that has changed since."""
+
+    def __init__(self, kind: TableKind) -> None:
+        self.held: dict[bytes, list[tuple[Any, bytes]]] = {}
+        self.changed: bytes | None = None
+        self._kind = kind
+        self._left = WATCHED_MAX
+
+    def read(self, packed: bytes, value: Any, data: bytes) -> None:
+        self.held.setdefault(packed, []).append((value, data))
+        self._left -= 1
+        if not self._left:
+            self.compare()
+            self._left = max(WATCHED_MAX, len(self.held))
+
+    def stored(self, packed: bytes, value: Any, data: bytes) -> None:
+        self.held[packed] = []
+        self.read(packed, value, data)
+
+    def forget(self, packed: bytes) -> None:
+        self.held.pop(packed, None)
+
+    def compare(self) -> None:
+        """Look which values have changed, and forget those that nobody else holds."""
+        held, self.held = self.held, {}
+        for packed, entries in held.items():
+            if self.changed is None and any(self._has_changed(value, data) for value, data in entries):
+                self.changed = packed
+            if kept := [entry for entry in entries if sys.getrefcount(entry[0]) > _NOBODY_HOLDS]:
+                self.held[packed] = kept
+
+    def _has_changed(self, value: Any, data: bytes) -> bool:
+        schema, name = self._kind.schema, self._kind.name
+        try:
+            now = schema.encode_row(name, value)
+        except StateError:
+            return True
+        # A set has another order than the one that was put.
+        return now != data and now != schema.encode_row(name, schema.decode_attribute(name, data))
+
+
+class _Part(Mapping[K, V]):
+    """Rows of a table whose keys lie in a span."""
+
+    def __init__(self, table: Table[K, V], span: Span, reverse: bool) -> None:
+        self._table = table
+        self._span = span
+        self._reverse = reverse
+
+    def __getitem__(self, key: K) -> V:
+        packed, (low, high) = self._table._kind.key.pack(key), self._span
+        if packed < low or (high is not None and packed >= high):
+            raise KeyError(key)
+        return self._table[key]
+
+    def __iter__(self) -> Iterator[K]:
+        unpack = self._table._kind.key.unpack
+        for packed, _ in self._table._scan(self._span, self._reverse):
+            yield unpack(packed, 0)[0]
+
+    def __len__(self) -> int:
+        return len(self._table) if self._span == (b"", None) else sum(1 for _ in self)
+
+    def rows(self) -> Iterator[tuple[K, V]]:
+        table = self._table
+        unpack = table._kind.key.unpack
+        for packed, data in table._scan(self._span, self._reverse):
+            yield unpack(packed, 0)[0], table._read(packed, data)
+
+
+class _Keys(KeysView[K]):
+    _mapping: Any
+
+
+class _Values(ValuesView[V]):
+    _mapping: Any
+
+    def __iter__(self) -> Iterator[V]:
+        return (value for _, value in self._mapping.rows())
+
+
+class _Items(ItemsView[K, V]):
+    _mapping: Any
+
+    def __iter__(self) -> Iterator[tuple[K, V]]:
+        return self._mapping.rows()  # type: ignore[no-any-return]
+
+
+def span_of(form: KeyForm, start: Any, stop: Any, prefix: Any) -> Span:
+    """Return the span of keys from ``start`` up to ``stop``, or with ``prefix``; None: no bound. Raises TypeError."""
+    if prefix is not None:
+        if form.pack_front is None:
+            raise TypeError("prefix=...: only keys that are str, bytes or tuples have one")
+        if start is not None or stop is not None:
+            raise TypeError("prefix=...: it can't be together with start= or stop=")
+        front = form.pack_front(prefix)
+        return front, after_prefix(front)
+    pack = form.pack_front or form.pack
+    low, high = (None if one is None else pack(one)[: KEY_SIZE_BYTES_MAX + 1] for one in (start, stop))
+    return low or b"", high
+
+
+def map_front(count: int) -> bytes:
+    """Return the first bytes of a MessagePack map of ``count`` entries."""
+    if count < 1 << 4:
+        return bytes((0x80 | count,))
+    return b"\xde" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdf" + count.to_bytes(4, "big")
+
+
+def _pairs(data: memoryview) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the entries of a MessagePack map, encoded. Raises DecodeError."""
+    first = data[0]
+    size_bytes = {0xDE: 3, 0xDF: 5}.get(first, 1)
+    if size_bytes == 1 and not 0x80 <= first < 0x90:
+        raise decoding.DecodeError("a map was expected")
+    count = first & 0x0F if size_bytes == 1 else int.from_bytes(data[1:size_bytes], "big")
+    # As an array its items are found without the creation of any key or value.
+    items = iter(decoding.decode(b"\xdd" + (2 * count).to_bytes(4, "big") + data[size_bytes:], type=list[msgspec.Raw]))
+    return zip(map(bytes, items), map(bytes, items), strict=True)

@@ -1,0 +1,387 @@
+"""Ordered rows of bytes for tables, and keys as bytes that have the order of their values.
+
+Rows lie in an LMDB file below the recent writes, which stay in memory until they are many. The file is a scratch file
+of this process: it has no name once it is open, and no other life reads it, since a checkpoint has all rows. A small
+table never has one. The results of reads do not depend on when rows move into the file.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime, timedelta
+from enum import Enum
+from functools import partial
+from itertools import islice, takewhile
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin
+from uuid import UUID
+
+import lmdb
+
+KEY_SIZE_BYTES_MAX = 510  # LMDB has 511, and a scan looks for the key behind one, which is a byte longer
+RECENT_SIZE_BYTES_MAX = 8 << 20  # of one table's writes in memory, before they move into the file
+_ROW_SIZE_BYTES = 150  # of a row's objects in memory, about
+_MAP_SIZES_BYTES = (1 << 40, 1 << 36, 1 << 32)  # of address space: the first that the process may have
+_READERS_SIZE_BYTES = 8192  # of LMDB's table of 126 readers
+_ROWS_AT_ONCE_MIN, _ROWS_AT_ONCE_MAX = 8, 128
+_ABSENT: Any = object()
+
+Row = tuple[bytes, bytes]
+Span = tuple[bytes, bytes | None]  # keys from the first one up to the second, which is outside; None: to the end
+
+
+class Store:
+    """Rows of one table and of its indexes, in one file."""
+
+    def __init__(self) -> None:
+        self.all: list[Rows] = []
+        self.recent_size_bytes = 0
+        self.undo_size_bytes = 0
+        self.limit_bytes = RECENT_SIZE_BYTES_MAX
+        self.snapshot: Any = None  # LMDB's transaction on the rows in the file; None: there is no file
+        self._file: Any = None
+
+    def add(self) -> Rows:
+        """Add an ordered map; only before the first row."""
+        self.all.append(made := Rows(self))
+        return made
+
+    def flush(self) -> None:
+        """Move the recent writes into the file, all or none. Raises OSError, lmdb.Error."""
+        if self._file is None:
+            for rows in self.all:
+                rows.forget_deleted()
+            if 2 * self.recent_size_bytes < self.limit_bytes:
+                return
+            self._file = self._opened()
+        with self._file.begin(write=True) as transaction:
+            for rows in self.all:
+                rows.write(transaction)
+        self.snapshot = self._file.begin()  # a forked child can still read the one before, whose pages stay
+        for rows in self.all:
+            rows.written()
+        self.recent_size_bytes, self.limit_bytes = 0, RECENT_SIZE_BYTES_MAX
+
+    def _opened(self) -> Any:
+        with tempfile.TemporaryDirectory(prefix="immortal-table-") as folder:
+            path = os.path.join(folder, "rows")
+            with open(f"{path}-lock", "wb") as readers:  # mapped: on a full disk a hole in it would kill the process
+                os.posix_fallocate(readers.fileno(), 0, _READERS_SIZE_BYTES)
+            for size_bytes in _MAP_SIZES_BYTES:
+                try:
+                    file = lmdb.open(
+                        path, subdir=False, map_size=size_bytes, max_dbs=len(self.all), sync=False, metasync=False
+                    )
+                    break
+                except lmdb.MemoryError:  # the process may not have so much address space
+                    if size_bytes == _MAP_SIZES_BYTES[-1]:
+                        raise
+        for number, rows in enumerate(self.all):
+            rows.database = file.open_db(str(number).encode())
+        return file
+
+    def keep_undo(self, *, keeps: bool) -> None:
+        """Begin to keep what :meth:`go_back` needs to restore the present rows; with False, stop that."""
+        self.undo_size_bytes = 0
+        for rows in self.all:
+            rows.undo = {} if keeps else None
+
+    def go_back(self) -> None:
+        """Restore the rows as they were at :meth:`keep_undo`."""
+        for rows in self.all:
+            undo, rows.undo = rows.undo or {}, None
+            for key, value in undo.items():
+                rows.put(key, value)
+
+
+class Rows:
+    """Ordered map from bytes to bytes. ``version``: changes with each write."""
+
+    def __init__(self, store: Store) -> None:
+        self.version = 0
+        self.database: Any = None
+        self.undo: dict[bytes, bytes | None] | None = None  # old values since the last copy of the state
+        self._store = store
+        self._recent: dict[bytes, bytes | None] = {}  # None: deleted
+        self._keys: list[bytes] | None = None  # of the recent writes, sorted; None: nobody has needed them yet
+
+    def get(self, key: bytes) -> bytes | None:
+        found = self._recent.get(key, _ABSENT)
+        if found is not _ABSENT:
+            return found  # type: ignore[no-any-return]
+        snapshot = self._store.snapshot
+        return None if snapshot is None else snapshot.get(key, None, self.database)
+
+    def put(self, key: bytes, value: bytes | None) -> bytes | None:
+        """Set a row, or delete it with None; return the old value."""
+        store, recent = self._store, self._recent
+        old = self.get(key)
+        if self.undo is not None and key not in self.undo:
+            self.undo[key] = old
+            store.undo_size_bytes += _ROW_SIZE_BYTES + len(key) + (0 if old is None else len(old))
+        if key in recent:
+            store.recent_size_bytes -= 0 if old is None else len(old)
+        else:
+            store.recent_size_bytes += _ROW_SIZE_BYTES + len(key)
+            if self._keys is not None:
+                insort(self._keys, key)
+        store.recent_size_bytes += 0 if value is None else len(value)
+        recent[key] = value
+        self.version += 1
+        return old
+
+    def forget_deleted(self) -> None:
+        """Forget deleted keys, which hide nothing while there is no file."""
+        recent = self._recent
+        deleted = [key for key, value in recent.items() if value is None]
+        for key in deleted:
+            del recent[key]
+            self._store.recent_size_bytes -= _ROW_SIZE_BYTES + len(key)
+        self._keys = None
+
+    def write(self, transaction: Any) -> None:
+        """Write the recent rows into the file."""
+        puts = []
+        for key, value in sorted(self._recent.items()):
+            if value is None:
+                transaction.delete(key, db=self.database)
+            else:
+                puts.append((key, value))
+        if puts:
+            with transaction.cursor(self.database) as cursor:
+                cursor.putmulti(puts, append=not cursor.last() or cursor.key() < puts[0][0])
+
+    def written(self) -> None:
+        """Forget the recent rows, which the file has."""
+        self._recent, self._keys = {}, None
+
+    def scan(self, span: Span, *, reverse: bool = False) -> Iterator[Row]:
+        """Yield rows in order. Rows that are written meanwhile are seen if they lie ahead."""
+        left: Span | None = span
+        count = _ROWS_AT_ONCE_MIN
+        while left is not None:
+            span, version = left, self.version
+            found, left = self._some(span, reverse, count)
+            count = min(2 * count, _ROWS_AT_ONCE_MAX)
+            for row in found:
+                yield row
+                if self.version != version:
+                    left, count = _behind(span, row[0], reverse), _ROWS_AT_ONCE_MIN
+                    break
+
+    def _some(self, span: Span, reverse: bool, count: int) -> tuple[list[Row], Span | None]:
+        """Return the first rows of the span, and the span that is left; None: nothing is."""
+        low, high = span
+        written = self._written(span, reverse, count)
+        keys = self._keys = sorted(self._recent) if self._keys is None else self._keys
+        begin, end = bisect_left(keys, low), len(keys) if high is None else bisect_left(keys, high)
+        recent = keys[max(begin, end - count) : end][::-1] if reverse else keys[begin : min(begin + count, end)]
+        ends = [part[-1] for part in ([key for key, _ in written], recent) if len(part) == count]
+        left = None
+        if ends:  # rows behind the nearer end can be incomplete
+            last = max(ends) if reverse else min(ends)
+            left = _behind(span, last, reverse)
+            low, high = (last, high) if reverse else (low, last + b"\0")
+        rows: dict[bytes, bytes | None] = dict(written)
+        rows.update((key, self._recent[key]) for key in recent)
+        inside = ((key, value) for key, value in rows.items() if key >= low and (high is None or key < high))
+        return sorted(((key, value) for key, value in inside if value is not None), reverse=reverse), left
+
+    def _written(self, span: Span, reverse: bool, count: int) -> list[Row]:
+        """Return the first rows of the span that are in the file."""
+        if self._store.snapshot is None:
+            return []
+        low, high = span
+        with self._store.snapshot.cursor(self.database) as cursor:
+            if reverse:
+                if high is not None and cursor.set_range(high):
+                    is_there = cursor.prev()
+                else:
+                    is_there = cursor.last()
+                rows = takewhile(lambda row: row[0] >= low, cursor.iterprev()) if is_there else iter(())
+            else:
+                is_there = cursor.set_range(low) if low else cursor.first()
+                rows = takewhile(lambda row: high is None or row[0] < high, cursor.iternext()) if is_there else iter(())
+            return list(islice(rows, count))
+
+
+def _behind(span: Span, key: bytes, reverse: bool) -> Span:
+    return (span[0], key) if reverse else (key + b"\0", span[1])
+
+
+def after_prefix(prefix: bytes) -> bytes | None:
+    """Return the first bytes behind all that begin with ``prefix``; None: there are none."""
+    front = prefix.rstrip(b"\xff")
+    return front[:-1] + bytes((front[-1] + 1,)) if front else None
+
+
+# Keys as bytes, which sort like the values. Each form marks its own end, so forms can follow each other in a tuple.
+
+
+class KeyForm(NamedTuple):
+    """Form of keys of one type. ``unpack`` takes (bytes, offset) and returns (value, offset behind it).
+
+    ``pack_front``: packs what a key can begin with, the first items of a tuple; None: only whole keys.
+    """
+
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes, int], tuple[Any, int]]
+    pack_front: Callable[[Any], bytes] | None = None
+
+
+_HEADS = [bytes((number,)) for number in range(256)]
+_INTEGER_ZERO, _INTEGER_BYTES_MAX = 0x80, 126
+_END, _ZERO = b"\0\1", b"\0\xff"  # of a text; a zero byte in it
+_DATE, _BITS = struct.Struct(">I"), struct.Struct(">Q")
+_FLOAT = struct.Struct(">d")
+_SIGN, _ALL = 1 << 63, (1 << 64) - 1
+_MICROSECOND, _FIRST, _FIRST_AWARE = timedelta(microseconds=1), datetime.min, datetime.min.replace(tzinfo=UTC)
+
+
+def _pack_integer(value: int) -> bytes:
+    size_bytes = (value.bit_length() + 7) >> 3
+    if size_bytes > _INTEGER_BYTES_MAX:
+        raise ValueError(f"an integer of {value.bit_length()} bits is no key: at most {8 * _INTEGER_BYTES_MAX} are")
+    if value >= 0:
+        return _HEADS[_INTEGER_ZERO + size_bytes] + value.to_bytes(size_bytes, "big")
+    return _HEADS[_INTEGER_ZERO - size_bytes] + (value + (1 << 8 * size_bytes) - 1).to_bytes(size_bytes, "big")
+
+
+def _unpack_integer(data: bytes, at: int) -> tuple[int, int]:
+    size_bytes = data[at] - _INTEGER_ZERO
+    end = at + 1 + abs(size_bytes)
+    value = int.from_bytes(data[at + 1 : end], "big")
+    return (value if size_bytes >= 0 else value + 1 - (1 << -8 * size_bytes)), end
+
+
+def _pack_bytes(value: bytes) -> bytes:
+    return (value.replace(b"\0", _ZERO) if b"\0" in value else value) + _END
+
+
+def _front(value: bytes) -> bytes:
+    return _pack_bytes(value)[: -len(_END)]
+
+
+def _unpack_bytes(data: bytes, at: int) -> tuple[bytes, int]:
+    end = data.index(_END, at)
+    return data[at:end].replace(_ZERO, b"\0"), end + len(_END)
+
+
+def _unpack_text(data: bytes, at: int) -> tuple[str, int]:
+    value, end = _unpack_bytes(data, at)
+    return value.decode(), end
+
+
+def _pack_float(value: float) -> bytes:
+    if value != value:
+        raise ValueError("NaN is no key: it has no place in an order")
+    (bits,) = _BITS.unpack(_FLOAT.pack(value + 0.0))  # -0.0 is 0.0, as for a dict
+    return _BITS.pack(bits ^ _ALL if bits & _SIGN else bits | _SIGN)
+
+
+def _unpack_float(data: bytes, at: int) -> tuple[float, int]:
+    (bits,) = _BITS.unpack_from(data, at)
+    (value,) = _FLOAT.unpack(_BITS.pack(bits & ~_SIGN if bits & _SIGN else bits ^ _ALL))
+    return value, at + 8
+
+
+def _pack_moment(value: datetime) -> bytes:
+    is_aware = value.utcoffset() is not None
+    since = value.astimezone(UTC) - _FIRST_AWARE if is_aware else value.replace(tzinfo=None) - _FIRST
+    return _HEADS[is_aware] + _pack_integer(since // _MICROSECOND)
+
+
+def _unpack_moment(data: bytes, at: int) -> tuple[datetime, int]:
+    value, end = _unpack_integer(data, at + 1)
+    return (_FIRST_AWARE if data[at] else _FIRST) + value * _MICROSECOND, end
+
+
+def _unpack_duration(data: bytes, at: int) -> tuple[timedelta, int]:
+    value, end = _unpack_integer(data, at)
+    return value * _MICROSECOND, end
+
+
+_FORMS: dict[type, KeyForm] = {
+    bool: KeyForm(lambda value: _HEADS[value], lambda data, at: (bool(data[at]), at + 1)),
+    int: KeyForm(_pack_integer, _unpack_integer),
+    str: KeyForm(lambda value: _pack_bytes(value.encode()), _unpack_text, lambda value: _front(value.encode())),
+    bytes: KeyForm(_pack_bytes, _unpack_bytes, _front),
+    float: KeyForm(_pack_float, _unpack_float),
+    date: KeyForm(
+        lambda value: _DATE.pack(value.toordinal()),
+        lambda data, at: (date.fromordinal(_DATE.unpack_from(data, at)[0]), at + 4),
+    ),
+    datetime: KeyForm(_pack_moment, _unpack_moment),
+    timedelta: KeyForm(lambda value: _pack_integer(value // _MICROSECOND), _unpack_duration),
+    UUID: KeyForm(lambda value: value.bytes, lambda data, at: (UUID(bytes=data[at : at + 16]), at + 16)),
+}
+KEY_TYPES = "int, str, bytes, bool, float, date, datetime, timedelta, UUID, an enum, or a tuple of these"
+
+
+def key_form(annotation: Any) -> KeyForm:
+    """Return the form of keys of a type. Raises TypeError, which says what is wrong with the type."""
+    annotation = getattr(annotation, "__supertype__", annotation)  # of a NewType
+    parts = get_args(annotation)
+    if (form := _FORMS.get(annotation)) is not None:
+        return _checked(annotation, form)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        classes = {type(member.value) for member in annotation}
+        if len(classes) == 1 and (form := _FORMS.get(classes.pop())) is not None:
+            return _checked(annotation, _of_enum(annotation, form))
+    if get_origin(annotation) is tuple and parts and Ellipsis not in parts:
+        return _of_tuple([key_form(part) for part in parts])
+    if get_origin(annotation) in (Union, UnionType) and len(parts) == 2 and NoneType in parts:
+        return _of_optional(key_form(parts[parts[0] is NoneType]))
+    raise TypeError(f"{getattr(annotation, '__qualname__', annotation)} is no type of keys: {KEY_TYPES} are")
+
+
+def _checked(cls: type, form: KeyForm) -> KeyForm:
+    def checks(pack: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+        def checked(value: Any) -> bytes:
+            if type(value) is cls:
+                return pack(value)
+            if cls is float and type(value) is int and float(value) == value:
+                return pack(float(value))
+            raise TypeError(f"a key of type {type(value).__qualname__} came, {cls.__qualname__} was expected")
+
+        return checked
+
+    return KeyForm(checks(form.pack), form.unpack, form.pack_front and checks(form.pack_front))
+
+
+def _of_enum(cls: type[Enum], form: KeyForm) -> KeyForm:
+    def unpack(data: bytes, at: int) -> tuple[Enum, int]:
+        value, end = form.unpack(data, at)
+        return cls(value), end
+
+    return KeyForm(lambda value: form.pack(value.value), unpack)
+
+
+def _of_optional(form: KeyForm) -> KeyForm:
+    """Return the form of a type or None, which comes first."""
+    return KeyForm(
+        lambda value: b"\0" if value is None else b"\1" + form.pack(value),
+        lambda data, at: form.unpack(data, at + 1) if data[at] else (None, at + 1),
+    )
+
+
+def _of_tuple(forms: list[KeyForm]) -> KeyForm:
+    packs = [form.pack for form in forms]
+
+    def pack(value: Any, length_min: int = len(forms)) -> bytes:
+        if type(value) is not tuple or not length_min <= len(value) <= len(packs):
+            raise TypeError(f"a key {value!r} came, a tuple of {len(packs)} was expected")
+        return b"".join([pack(item) for pack, item in zip(packs, value, strict=False)])
+
+    def unpack(data: bytes, at: int) -> tuple[Any, int]:
+        items = []
+        for form in forms:
+            item, at = form.unpack(data, at)
+            items.append(item)
+        return tuple(items), at
+
+    return KeyForm(pack, unpack, partial(pack, length_min=0))
