@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncio import events
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -138,7 +138,8 @@ class Host:
             finally:
                 operation.task.runs_local_step = False
         elif isinstance(operation, Read):
-            with self._subject(operation) as subject:
+            app, is_keyed = self.instance, self.definition.objects is not None
+            with KeyContext(app, operation.task.key, is_kept=False) if is_keyed else nullcontext(app) as subject:
                 return False, operation.encoded(getattr(subject, operation.name))
         elif isinstance(operation, Event):
             self.events.offer(operation.name)
@@ -148,15 +149,9 @@ class Host:
         loop, self.ready.loop = self.ready.loop, None
         events._set_running_loop(None)  # a 'def' handler has none elsewhere, and a rebuild does not run it
         try:
-            with self._subject(operation):
-                return self.handler_runs.run_step(operation.task.number, operation.step, handler, arguments)
+            return self.handler_runs.run_step(operation.task.number, operation.step, handler, arguments)
         finally:
             self.ready.enter(loop)
-
-    def _subject(self, operation: Operation) -> AbstractContextManager[Any]:
-        """Return a context manager that gives the object for which the handler's self stands."""
-        app = self.instance
-        return nullcontext(app) if self.definition.objects is None else KeyContext(app, operation.task.key)
 
     def register(self, operation: Operation) -> None:
         """Register an operation, so that the result with its number finds it."""

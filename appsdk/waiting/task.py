@@ -195,7 +195,10 @@ class Task(Owner):
     def subject(self) -> Any:
         """Object for which its ``self`` stands: the app, or its key's object (None: there is none)."""
         app = self.tasks.instance
-        return app.keys.get(self.key) if self.handler.is_keyed else app
+        if not self.handler.is_keyed:
+            return app
+        present = self.tasks.context.present
+        return app.keys.get(self.key) if present is None else present.one
 
     @property
     def method_id(self) -> int:

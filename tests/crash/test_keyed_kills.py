@@ -75,6 +75,7 @@ def children_of(instance: Path) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.timeout(300)
 def test_each_call_reaches_its_key_once(folder: Path) -> None:
     home, rng = folder / ".immortal", random.Random(6)
     expected: dict[str, Counter[str]] = {}
