@@ -76,7 +76,7 @@ class KeyContext:
         elif self._is_kept:
             if len(vars(self.one)) != self._count:
                 keys._immortal_definition.objects.state().collect(self.one)
-            keys.keys[self.key] = self.one
+            keys.keys.settle(self.key, self.one)
 
     @property
     def handlers(self) -> Any:

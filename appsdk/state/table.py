@@ -206,6 +206,12 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         if self._watch is not None and kind.is_mutable:
             self._watch.stored(packed, value, data)
 
+    def settle(self, key: K, value: V) -> None:
+        """Set a row to a value that nobody changes any more, so that no check has to look at it again."""
+        self[key] = value
+        if self._watch is not None:
+            self._watch.forget(self._kind.key.pack(key))
+
     def __delitem__(self, key: K) -> None:
         packed = self._kind.key.pack(key)
         self._enter(writes=True)
