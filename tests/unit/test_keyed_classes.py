@@ -10,7 +10,21 @@ import pytest
 from msgspec.structs import replace
 
 import immortal
-from immortal import Immortal, Node, Transient, every, impulse, initial, on_primary, peer, peers, query, rpc, upgrades
+from immortal import (
+    Immortal,
+    Impulses,
+    Node,
+    Transient,
+    every,
+    impulse,
+    initial,
+    on_primary,
+    peer,
+    peers,
+    query,
+    rpc,
+    upgrades,
+)
 from immortal.appsdk.handlers.definition import KEY_SIZE_BYTES_MAX, RANGES, definition_of, key_problem, shard_of
 from immortal.appsdk.running.options import OptionError, run_options
 from immortal.errors import DefinitionError, StateError, UsageError
@@ -115,6 +129,19 @@ class Shop(Immortal):
     def wrong(self, who: Any) -> None:
         self.carts[who].add.fork("tea")
 
+    @rpc
+    def without_a_key(self) -> None:
+        self.carts.add.fork("ann", "tea")  # type: ignore[attr-defined]
+
+    @rpc
+    def to_all(self) -> None:
+        immortal.multicast([self.carts["ann"], self.carts["kim"]]).add.fork("tea")
+
+    @on_primary
+    def feed(self, impulses: Impulses) -> None:
+        impulses.carts["ann"].add("tea")
+        impulses.to(self.carts["kim"]).add("tea", 3)
+
 
 @pytest.fixture
 def env() -> Any:
@@ -204,6 +231,22 @@ def test_shards_have_the_keys_between_them(env: Environment) -> None:
     for number, one in enumerate(carts.instances, 1):
         assert one.name == f"carts-{number}"
         assert {shard_of(key, 3) for key in one.state.keys} == {number}  # type: ignore[attr-defined]
+
+
+def test_hooks_call_keys(env: Environment) -> None:
+    carts, shop = env.start(Cart, "carts", shards=3), env.start(Shop, "shop")
+    shop.run_hook(Shop.feed)
+    assert {key: one.items for key, one in carts.keys.items()} == {"ann": {"tea": 1}, "kim": {"tea": 3}}
+
+
+@pytest.mark.parametrize(
+    ("handler", "said"),
+    [(Shop.without_a_key, r"self.<peers>\[key\].add\(...\)"), (Shop.to_all, "peers .* were expected")],
+)
+def test_calls_of_no_key_fail(env: Environment, handler: Any, said: str) -> None:
+    env.start(Cart, "carts", shards=3)
+    with pytest.raises(immortal.CalleeFailed, match=said):
+        env.start(Shop, "shop").call(handler)
 
 
 def test_the_shard_of_a_key_never_changes() -> None:
