@@ -47,8 +47,7 @@ class KeyContext:
         keys = self._keys
         context = keys._immortal_context
         self._before, context.present = context.present, self
-        is_inner = self._before is not None and self._before.key == self.key
-        one = self._before.one if is_inner else keys.keys.get(self.key)
+        one = keys.keys.get(self.key)
         if one is not None:
             self.one, self._count = one, len(vars(one))
             one._immortal_context = self
@@ -66,12 +65,9 @@ class KeyContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        keys, before = self._keys, self._before
-        keys._immortal_context.present = before
-        if before is not None and before.key == self.key:  # the outer one stores it
-            self.one._immortal_context = before
-            before.is_forgotten |= self.is_forgotten
-        elif self.is_forgotten:
+        keys = self._keys
+        keys._immortal_context.present = self._before
+        if self.is_forgotten:
             keys.keys.pop(self.key, None)
         elif self._is_kept:
             if len(vars(self.one)) != self._count:

@@ -25,8 +25,6 @@ from immortal.appsdk.ordering.messages import Scope
 from immortal.appsdk.waiting.loop import Together
 from immortal.appsdk.waiting.operations import (
     Call,
-    LocalFunction,
-    LocalStep,
     MulticastCall,
     NodeTarget,
     Operation,
@@ -166,9 +164,6 @@ class TaskHandler:
         if target.called.is_async or target.destination:
             whose = f"self.<peer>.{name}" if target.destination else f"self.{name}"
             raise UsageError(f"immortal.step({whose}): a 'def' handler of its own was expected: await {whose}(...)")
-        if target.is_overridden:  # the log would run the overriding one
-            function = MethodType(target.called.function, task.tasks.instance)
-            return LocalStep(task, LocalFunction(function, keywords), (*self._front, *arguments))
         bound = target.codec.bind((*self._front, *arguments), keywords)
         _ = target.codec.decode_result  # raises here, at the place of the step
         return Step(task, target, bound)

@@ -45,6 +45,7 @@ class Cart(Immortal, keyed=str):
     @rpc(raises=[RefusalError])
     def add(self, item: str, n: int = 1, *, then: str = "") -> int:
         if n < 0:
+            self.count = n
             raise RefusalError(n)
         self.items[item] = self.items.get(item, 0) + n
         self.count += 1
@@ -110,7 +111,7 @@ class BigCart(Cart):
 
     @rpc
     async def asks_itself(self) -> list[Any]:
-        return ["big", *await super().asks_itself()]
+        return ["big", await immortal.step(super().who), *await super().asks_itself()]
 
 
 class Shop(Immortal):
@@ -159,6 +160,7 @@ def test_each_key_has_its_own_object(env: Environment) -> None:
     with pytest.raises(RefusalError):
         carts["eve"].call(Cart.add, "tea", -1)
     assert list(carts.state.keys) == ["ann", "bob", "eve"]  # type: ignore[attr-defined]
+    assert carts["eve"].state.count == -1  # a declared exception keeps the state
 
 
 def test_a_query_makes_no_object_and_changes_none(env: Environment) -> None:
@@ -205,8 +207,9 @@ def test_handlers_of_one_key_wait_apart_from_those_of_another() -> None:
             carts.checkpoint()
             assert not ann.done
             carts["bob"].call(Cart.add, "jam")
-            carts["ann"].call(Cart.add, "gin")
             assert bob.result() == ["bob", "jam", {"jam": 1}, 2]
+            assert not ann.done
+            carts["ann"].call(Cart.add, "gin")
             assert ann.result() == ["ann", "tea", "gin", {"tea": 1, "gin": 1}, 3]
             assert second.result() == ["ann", {"tea": 1, "gin": 1}, 4]
 
@@ -215,7 +218,7 @@ def test_a_subclass_calls_what_it_replaces(env: Environment) -> None:
     carts = env.start(BigCart, "carts")
     carts["ann"].call(BigCart.add, "tea")
     assert carts["ann"].call(BigCart.who) == "big ann has 1"
-    assert carts["ann"].call(BigCart.asks_itself) == ["big", "ann", {"tea": 1}, 2]
+    assert carts["ann"].call(BigCart.asks_itself) == ["big", "ann has 1", "ann", {"tea": 1}, 2]
     plain = BigCart()
     plain.items["tea"] = 3
     assert plain.total() == 3
