@@ -152,8 +152,6 @@ class TracingDispatcher(Dispatcher):
         yield from super()._control(record)
 
     def _logged(self, record: Record) -> Iterator[Event]:
-        if not self.records.guard.is_on:  # other code than the log's can fail where it did not
-            self._rewinds.guards()
         yield from super()._logged(record)
         self.tasks.end_record()
         self._ended_sequence_id = sequence_id = record.header.sequence_id
