@@ -25,6 +25,7 @@ from immortal.appsdk.handlers.multicast import shared_method_id
 from immortal.appsdk.handlers.proxy import make_fork
 from immortal.appsdk.handlers.queries import Queries
 from immortal.appsdk.state.journal import SavedTask, declared_name, encode_raised
+from immortal.appsdk.state.table import Table
 from immortal.appsdk.waiting.impulses import Clock, Effect, Events, WaitingEffects
 from immortal.appsdk.waiting.loop import Ready
 from immortal.appsdk.waiting.operations import (
@@ -63,6 +64,7 @@ class Host:
         self.clock = Clock()
         self.effects = WaitingEffects(context)
         self.queries = Queries(context)
+        self.has_tables = False  # the class that runs has
         self.starts_first = False  # it is the instance's first start, not a replay
         self.handler_runs = HandlerRuns(context, self.queries)
         self.answers = Answers(context)
@@ -306,12 +308,14 @@ class HandlerRuns:
         self.queries = queries
         self.verdicts: Mapping[MessageKey, Verdict] = {}
         self.tell: Callable[[Verdict, HandlerError], bool] = lambda verdict, error: False
+        self._tables: list[Table[Any, Any]] = []
         self.check: Callable[[], StateError | None] | None = None  # the state, after each handler that can change it
 
     def use(self, definition: Definition, instance: Any) -> None:
         """Run this class's code from here on."""
         self.definition = definition
         self.instance = instance
+        self._tables = definition.state().tables_of(instance)
         self.queries.use(definition.state())
 
     def run_handler(
@@ -351,7 +355,12 @@ class HandlerRuns:
 
     def _require_savable(self, handler: AnyHandler) -> None:
         """Check that the state can be saved after ``handler``. Raises HandlerError."""
-        if self.check is not None and not handler.is_query and (problem := self.check()) is not None:
+        if handler.is_query:
+            return
+        problem = next(filter(None, (table.unstored() for table in self._tables)), None)
+        if problem is None and self.check is not None:
+            problem = self.check()
+        if problem is not None:
             raise self.unsavable(handler, problem, max(self.context.message_index, 0))
 
     def unsavable(self, handler: AnyHandler | None, problem: StateError, message_index: int) -> HandlerError:

@@ -23,7 +23,7 @@ from immortal.appsdk.running.inspection import inspect_state, rows
 from immortal.appsdk.state import table_rows
 from immortal.appsdk.state.schema import copied_envelope, encode_envelope
 from immortal.errors import CalleeFailed, DefinitionError, StateError, UsageError
-from immortal.testing import Environment
+from immortal.testing import Environment, ReplayDiffers, assert_replays, crash_everywhere
 
 
 class Order(Struct):
@@ -134,6 +134,23 @@ def test_a_failed_call_leaves_no_row() -> None:
         shop.recover()
         assert shop.state.orders == {1: Order("ann"), 3: Order("ann")}
         assert shop.call(Shop.of, "ann") == [1, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_limit")
+def test_no_crash_changes_a_row() -> None:
+    for env in crash_everywhere(fail_alone=True, runs_max=40):
+        with env:
+            shop = env.start(Shop, "shop")
+            shop.send(Shop.buy, 1, Order("ann"))
+            shop.send(Shop.buy, 2, Order("ann"), fails=True)
+            shop.send(Shop.store, 1)
+            shop.send(Shop.forget_to_store, 1)
+            env.run()
+            shop.checkpoint()
+            assert shop.call(Shop.wait, 3) == len("async")
+            assert shop.call(Shop.of, "ann") == [1]
+            assert shop.state.orders == {1: Order("ann", 1, {"x", "y", "z"}), 3: Order("async")}
 
 
 @pytest.mark.parametrize(
@@ -446,6 +463,25 @@ def test_the_file_has_no_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert shop.orders._store.snapshot is not None
     assert os.listdir(tmp_path) == []
     assert len(list(shop.orders.items())) == 10
+
+
+def test_a_replay_with_other_code_finds_a_row_that_it_does_not_store(tmp_path: Path) -> None:
+    class Forgetful(Shop, formerly=("Shop",)):
+        @rpc
+        def store(self, number: int) -> None:
+            self.orders[number].count += 1
+
+    log = tmp_path / "shop.log"
+    with Environment(fail_alone=True) as env:
+        shop = env.start(Shop, "shop")
+        shop.call(Shop.fill, 20)
+        with pytest.raises(CalleeFailed):
+            shop.call(Shop.forget_to_store, 7)
+        shop.call(Shop.store, 7)
+        shop.export_log(log)
+    assert_replays(log, Shop)
+    with pytest.raises(ReplayDiffers, match="row 7 was changed but not stored"):
+        assert_replays(log, Forgetful)
 
 
 def test_the_guides_program(monkeypatch: pytest.MonkeyPatch, immortal_env: Environment) -> None:
