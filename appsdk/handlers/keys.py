@@ -45,22 +45,19 @@ class KeyContext:
 
     def __enter__(self) -> Any:
         keys = self._keys
-        context = keys._immortal_context
+        context, cls = keys._immortal_context, keys._immortal_definition.objects.cls
+        found = keys.keys.get(self.key)
+        self.one = one = object.__new__(cls) if found is None else found
+        self._count = -1 if found is None else len(vars(one))
+        one._immortal_context = self
         self._before, context.present = context.present, self
-        one = keys.keys.get(self.key)
-        if one is not None:
-            self.one, self._count = one, len(vars(one))
-            one._immortal_context = self
-            return one
-        cls: Any = keys._immortal_definition.objects.cls
-        self.one, self._count = object.__new__(cls), -1
-        self.one._immortal_context = self
         try:
-            self.one.__init__()
+            if found is None:
+                one.__init__()
         except BaseException:
             context.present = self._before
             raise
-        return self.one
+        return one
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
