@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from immortal import (
     rpc,
     upgrades,
 )
+from immortal.appsdk.determinism.check import check
 from immortal.appsdk.handlers.definition import KEY_SIZE_BYTES_MAX, RANGES, definition_of, key_problem, shard_of
 from immortal.appsdk.running.options import OptionError, run_options
 from immortal.errors import DefinitionError, StateError, UsageError
@@ -497,3 +499,23 @@ def test_the_shard_comes_from_the_environment() -> None:
     for wrong in ("3", "0/3", "4/3", "a/b", "1/5000", "1/3/3"):
         with pytest.raises(OptionError, match=r"IMMORTAL_SHARD=.*: which shard of how many was expected, such as 2/3"):
             run_options(environment={"IMMORTAL_SHARD": wrong})
+
+
+class Late(Immortal, keyed=str):
+    at: float = 0.0
+
+    @rpc
+    def look(self) -> None:
+        self.at = time.time()
+
+    @rpc
+    def other(self) -> None:
+        immortal.logger.info("looked")
+
+
+def test_the_check_and_the_log_know_the_handlers_of_a_key(env: Environment, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [(one.where, one.what) for one in check(definition_of(Late))] == [
+        ("Late.look", "calls time.time(), which differs at each replay")
+    ]
+    env.start(Late, "late")["ann"].call(Late.other)
+    assert "looked  handler=Late.other record=1:0" in capsys.readouterr().err
