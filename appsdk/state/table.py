@@ -33,27 +33,17 @@ PIECE_SIZE_BYTES = 256 << 10
 WATCHED_MAX = 1000  # values that were read, before those are forgotten that nobody holds any more
 _NOBODY_HOLDS = 2  # references: that of the list, and that of the count itself
 _REQUIRED: Any = object()
-_SCALARS = (
-    shapes.NoneType,
-    shapes.BoolType,
-    shapes.IntType,
-    shapes.FloatType,
-    shapes.StrType,
-    shapes.BytesType,
-    shapes.DateTimeType,
-    shapes.DateType,
-    shapes.TimeType,
-    shapes.TimeDeltaType,
-    shapes.DecimalType,
-    shapes.UUIDType,
-    shapes.EnumType,
-    shapes.LiteralType,
-    shapes.UnionType,
-    shapes.Metadata,
-    shapes.TupleType,
-    shapes.VarTupleType,
-    shapes.FrozenSetType,
-    shapes.NamedTupleType,
+_MUTABLE = (
+    shapes.AnyType
+    | shapes.CustomType
+    | shapes.ListType
+    | shapes.SetType
+    | shapes.DictType
+    | shapes.TypedDictType
+    | shapes.ByteArrayType
+    | shapes.MemoryViewType
+    | shapes.RawType
+    | shapes.ExtType
 )
 
 
@@ -104,7 +94,7 @@ def _is_mutable(info: shapes.Type) -> bool:
     if isinstance(info, shapes.DataclassType):
         parameters = getattr(info.cls, "__dataclass_params__", None)  # None: a class of attrs
         return parameters is None or not parameters.frozen
-    return not isinstance(info, _SCALARS)
+    return isinstance(info, _MUTABLE)
 
 
 class TableField:
@@ -233,7 +223,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
         ``prefix``: of a str or bytes, or the first items of a tuple; ``start`` and ``stop`` can be such, too.
         """
-        return _Keys(self._part(start, stop, prefix, reverse))
+        return KeysView(self._part(start, stop, prefix, reverse))
 
     def values(
         self, start: Any = None, stop: Any = None, *, prefix: Any = None, reverse: bool = False
@@ -526,10 +516,6 @@ class _Part(Mapping[K, V]):
         unpack = table._kind.key.unpack
         for packed, data, context in table._scan(self._span, self._reverse):
             yield unpack(packed, 0)[0], table._read(packed, data, context)
-
-
-class _Keys(KeysView[K]):
-    _mapping: Any
 
 
 class _Values(ValuesView[V]):

@@ -344,7 +344,7 @@ def test_classes_that_can_not_have_a_table_are_refused() -> None:
         class Default(Immortal):
             rows: Table[int, int] = {}  # type: ignore[assignment]  # noqa: RUF012
 
-    with pytest.raises(DefinitionError, match="rows = table"):
+    with pytest.raises(DefinitionError, match="not annotated as one"):
 
         class Untyped(Immortal):
             rows = table()
