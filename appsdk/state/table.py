@@ -201,7 +201,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         self._enter(writes=True)
         if self._rows.get(packed) is None:
             raise KeyError(key)
-        self._delete(key, packed)
+        self._delete(packed)
 
     def clear(self) -> None:
         """Remove all rows."""
@@ -325,7 +325,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         self._size_bytes += len(data)
         if old is None:
             self._count += 1
-            self._size_bytes += len(encode_value(key))
+            self._size_bytes += self._key_size_bytes(packed)
         else:
             self._size_bytes -= len(old)
         if entries and old != data:
@@ -333,11 +333,14 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             for entry, (_, rows) in zip(entries, self._indexes.values(), strict=True):
                 rows.put(entry, b"")
 
-    def _delete(self, key: K, packed: bytes) -> None:
+    def _key_size_bytes(self, packed: bytes) -> int:
+        return len(encode_value(self._kind.key.unpack(packed, 0)[0]))
+
+    def _delete(self, packed: bytes) -> None:
         self._make_room(may_refuse=False)
         old = self._rows.put(packed, None)
         self._count -= 1
-        self._size_bytes -= len(encode_value(key)) + len(old or b"")
+        self._size_bytes -= self._key_size_bytes(packed) + len(old or b"")
         self._forget_entries(packed, old)
         self._watch.forget(packed)
 
