@@ -25,7 +25,7 @@ import lmdb
 KEY_SIZE_BYTES_MAX = 510  # LMDB has 511, and a scan looks for the key behind one, which is a byte longer
 RECENT_SIZE_BYTES_MAX = 8 << 20  # of one table's writes in memory, before they move into the file
 _ROW_SIZE_BYTES = 150  # of a row's objects in memory, about
-_DELETED_SIZE_BYTES = 8 << 10
+_DELETED_SIZE_BYTES = 128 << 10
 _MAP_SIZES_BYTES = (1 << 40, 1 << 36, 1 << 32)  # of address space: the first that the process may have
 _READERS_SIZE_BYTES = 8192  # of LMDB's table of 126 readers
 _ROWS_AT_ONCE_MIN, _ROWS_AT_ONCE_MAX = 8, 128
