@@ -18,11 +18,11 @@ from datetime import datetime, timedelta
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
-from immortal.appsdk.calls.context import Context, datetime_of
+from immortal.appsdk.calls.context import QUERY_RUNS, Context, datetime_of
 from immortal.appsdk.calls.failures import argument_mismatch, checked_raises
 from immortal.appsdk.calls.user_code import is_collecting, running
 from immortal.appsdk.effects.effect import EffectOptions, Retry
-from immortal.appsdk.errors import UsageError
+from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 from immortal.appsdk.handlers.log import HandlerLog
 from immortal.appsdk.handlers.multicast import MulticastCache, destinations_of
 from immortal.appsdk.nodes.node import Node
@@ -34,8 +34,20 @@ from immortal.appsdk.waiting.task_self import TaskHandler, TaskMulticast, TaskSe
 from immortal.protocol.safe_output import is_encodable
 
 NAMES = (
-    *("at", "continue_as", "create_node", "destroy", "effect", "event", "holders_of", "label", "logger"),
-    *("multicast", "node_of", "now", "now_ns", "race", "random", "release_handle", "revoke", "signal", "sleep"),
+    *("at", "continue_as", "create_node", "destroy", "effect", "event", "forget_key", "holders_of", "key", "label"),
+    *(
+        "logger",
+        "multicast",
+        "node_of",
+        "now",
+        "now_ns",
+        "race",
+        "random",
+        "release_handle",
+        "revoke",
+        "signal",
+        "sleep",
+    ),
     *("step", "uuid4"),
 )
 """Names of the functions, which `immortal` offers too."""
@@ -193,7 +205,7 @@ def event(name: str, kind: Any = Any) -> Any:
     Each signal wakes one handler: the one that has waited longest. Raises UsageError.
     """
     task = _task("event")
-    return Event(task, event_name("immortal.event", name), task.tasks.event_decoder(kind))
+    return Event(task, _own_event("immortal.event", name, task.key), task.tasks.event_decoder(kind))
 
 
 def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]:
@@ -318,9 +330,10 @@ def signal(name: str, value: Any = None) -> None:
     """
     task = _runner("signal")
     if isinstance(task, Context):
+        name = name if task.present is None else _own_event("immortal.signal", name, task.present.key)
         _beside_a_coordinator(task.tasks, "signal").signal(name, value)
         return
-    name = event_name("immortal.signal", name)
+    name = _own_event("immortal.signal", name, task.key)
     encoded = encode_signal(name, value)
     if task.is_silent:
         return
@@ -330,6 +343,38 @@ def signal(name: str, value: Any = None) -> None:
     except UsageError as error:  # the handler ends, whatever it catches: a rebuild would not refuse it again
         raise task.abandon(error) from error
     tasks.events.signal(name, encoded)
+
+
+def _own_event(what: str, name: str, key: Any) -> str:
+    """Return the name of an event, which is of one ``key`` if that is not None. Raises UsageError."""
+    name = event_name(what, name)
+    return name if key is None else f"{key!r}: {name}"
+
+
+def key() -> Any:
+    """Return the key whose handler runs, in a keyed class (``class Cart(Immortal, keyed=str)``). Raises UsageError."""
+    runs = _runner("key()")
+    if isinstance(runs, Task):
+        found = runs.key
+    else:
+        found = None if runs.present is None else runs.present.key
+    if found is None:
+        raise UsageError("immortal.key(): no handler of a keyed class runs here: class Cart(Immortal, keyed=str)")
+    return found
+
+
+def forget_key() -> None:
+    """Remove the state of the key whose ``def`` handler runs, when that ends; the key's next call makes it anew.
+
+    In an ``async def`` handler: ``await immortal.step(immortal.forget_key)``. Raises UsageError.
+    """
+    runs = _runner("forget_key()")
+    if isinstance(runs, Task):
+        raise UsageError("immortal.forget_key(): in an 'async def' handler: await immortal.step(immortal.forget_key)")
+    key()
+    if runs.handling_thread_id == QUERY_RUNS:
+        raise QueryError(f"immortal.forget_key(): a query only reads: {AS_RPC}")
+    runs.present.is_forgotten = True
 
 
 def multicast(targets: Iterable[type[A]]) -> type[A]:

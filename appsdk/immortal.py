@@ -11,6 +11,7 @@ from immortal.appsdk.calls.context import Context, is_plain
 from immortal.appsdk.calls.user_code import running
 from immortal.appsdk.errors import DefinitionError, OnError
 from immortal.appsdk.handlers.definition import Definition, define
+from immortal.appsdk.handlers.keys import Keys, keyed_definition
 from immortal.appsdk.handlers.proxy import attach, new_context
 from immortal.appsdk.nodes.node import Node
 from immortal.appsdk.running.runner import run
@@ -48,7 +49,8 @@ class Immortal:
     ``async def`` handlers run at once (by default without limit). ``on_error``: what an undeclared exception does,
     "undo" by default (see :func:`~immortal.rpc`). ``handler_time_limit=timedelta(seconds=30)`` ends the process of a
     handler that takes longer, as a crash would. ``share_tracebacks=True`` tells callers where a call failed, too.
-    ``nodes=(Order,)`` lists the classes of nodes that it creates (:class:`~immortal.Node`). ``roles={"worker":
+    ``nodes=(Order,)`` lists the classes of nodes that it creates (:class:`~immortal.Node`). ``keyed=str`` (or ``int``)
+    gives each key an object of its own (:func:`~immortal.peers`). ``roles={"worker":
     ["take"]}`` lists the handlers that a caller with keys can call only in that role
     (:mod:`immortal.appsdk.handlers.definition`). A class that a replay could not repeat raises DefinitionError.
     """
@@ -74,6 +76,7 @@ class Immortal:
         share_tracebacks: bool | None = None,
         concurrent_handlers: int | None = None,
         nodes: Iterable[type[Node]] | None = None,
+        keyed: type[str | int] | None = None,
         roles: Mapping[str, Iterable[str]] | None = None,
         **keywords: Any,
     ) -> None:
@@ -87,13 +90,16 @@ class Immortal:
             "share_tracebacks": share_tracebacks,
             "concurrent_handlers": concurrent_handlers,
             "nodes": nodes,
+            "keyed": keyed,
         }
         inherited = getattr(cls, "_immortal_definition", None)
         chosen: Any = {name: getattr(inherited, name, None) if one is None else one for name, one in options.items()}
         if isinstance(formerly, str):
             raise DefinitionError(f"{cls.__qualname__}: formerly={formerly!r}: a tuple was expected: ({formerly!r},)")
         given = {name: one for name, one in chosen.items() if one is not None}  # the others have defaults
-        cls._immortal_definition = define(Definition(cls, Immortal, tuple(formerly), version, **given), roles)
+        made = define(Definition(cls, Immortal, tuple(formerly), version, **given), roles)
+        is_keyed = made.keyed is not None and not issubclass(cls, Keys)
+        cls._immortal_definition = keyed_definition(made) if is_keyed else made
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
         if cls is Immortal:

@@ -10,8 +10,9 @@ import click
 import msgspec
 
 from immortal.appsdk.client import CallRaised, CallRefused, CallTimeout, connect, start, with_key
+from immortal.appsdk.errors import UsageError
 from immortal.appsdk.state.tree import to_json, tree
-from immortal.cli.options import name_argument, pass_registry
+from immortal.cli.options import complete_instance, instance_name, name_argument, pass_registry
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances.registry import Registry
 from immortal.protocol import decoding
@@ -28,8 +29,14 @@ from immortal.protocol.command_line import (
 from immortal.protocol.safe_output import printable, printable_json, printable_json_text
 
 
+def _instance_and_key(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, list[Any]]:
+    """Split "carts[ann]" into the name and the key, as a click callback."""
+    name, bracket, key = value.removesuffix("]").partition("[") if value.endswith("]") else (value, "", "")
+    return instance_name(ctx, parameter, name) or "", [_argument(key)] if bracket else []
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
-@name_argument
+@click.argument("name", callback=_instance_and_key, shell_complete=complete_instance)
 @click.argument("method")
 @click.argument("arguments", nargs=-1, metavar="[ARGUMENT]...")
 @click.option(
@@ -46,7 +53,7 @@ from immortal.protocol.safe_output import printable, printable_json, printable_j
 @pass_registry
 def call(
     registry: Registry,
-    name: str,
+    name: tuple[str, list[Any]],
     method: str,
     arguments: tuple[str, ...],
     timeout: float,
@@ -57,16 +64,21 @@ def call(
     """Call METHOD of an instance, and print what it returns, as JSON.
 
     Each ARGUMENT is JSON; what is none is taken as text: immortal call counter add 5 word '["a", "b"]'
+
+    A key of a keyed class stands behind the name: immortal call 'carts[ann]' add tea 2
     """
     if query and (key is not None or start_only):
         raise click.UsageError("a query takes no --key and no --start: it is asked anew each time, and changes nothing")
-    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # raises with the known names
-    with connect(name, home=registry.home, timeout=timeout, endpoints=endpoints) as instance:
-        target: Any = instance.query if query else instance if key is None else _keyed(instance, key)
+    called, keys = name
+    is_here = any(registry.path(one).exists() for one in (called, f"{called}-1"))
+    endpoints = () if is_here else (registry.resolve(called),)  # raises with the known names
+    with connect(called, home=registry.home, timeout=timeout, endpoints=endpoints) as instance:
         try:
+            instance = instance[keys[0]] if keys else instance
+            target: Any = instance.query if query else instance if key is None else _keyed(instance, key)
             asked, given = getattr(target, method), [_argument(text) for text in arguments]
             value = start(asked, *given).id if start_only else asked(*given)
-        except TypeError as error:  # an argument that can't be sent, such as half a character
+        except (TypeError, UsageError) as error:  # an argument that can't be sent, such as half a character
             raise FailedError(str(error)) from None
         except CallRaised as error:
             raise FailedError(str(error)) from None

@@ -156,7 +156,8 @@ def is_loopback(host: str) -> bool:
 def serve(
     registry: Registry, targets: tuple[str, ...], address: _Address, identity: str | None, timeout: float
 ) -> None:
-    """Serve instances over HTTP: POST /NAME/HANDLER calls, GET /NAME/QUERY asks; JSON both ways.
+    """Serve instances over HTTP: POST /NAME/HANDLER calls, GET /NAME/QUERY asks; JSON both ways. In a keyed class the
+    key stands between: /NAME/KEY/HANDLER.
 
     All instances of this home whose class is known, or those that are named. The header Idempotency-Key makes a call
     happen once, however often it is sent; ?wait=0 answers at once, with the address of the result. /openapi.json
@@ -207,7 +208,8 @@ def find_classes(registry: Registry, targets: tuple[str, ...]) -> dict[str, Defi
     apps: dict[str, str | None] = {}
     for target in targets:
         name, _, given = target.partition("=")
-        apps[name] = given or registry.load(name).app
+        first = f"{name}-1"  # of a keyed class, whose shards are served together
+        apps[name] = given or registry.load(first if registry.path(first).exists() else name).app
     if not targets:
         apps = {name: app for name in registry.names() if (app := registry.load(name).app) is not None}
         if not apps:
@@ -217,7 +219,10 @@ def find_classes(registry: Registry, targets: tuple[str, ...]) -> dict[str, Defi
         if module is None:
             raise FailedError(f"the class of {name!r} is not known, as it has not run yet: {name}=MODULE:CLASS")
         try:
-            found[name] = definition_of(load(module))
+            definition = definition_of(load(module))
+            base, _, number = name.rpartition("-")
+            is_shard = number.isdecimal() and registry.path(f"{base}-1").exists() and not registry.path(base).exists()
+            found[base if definition.keyed is not None and is_shard else name] = definition
         except LoadError as error:
             raise FailedError(str(error)) from None
     return found

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
 from operator import itemgetter
@@ -259,13 +259,13 @@ def resolve_hints(subject: Any) -> dict[str, Any]:
     return typing.get_type_hints(subject, include_extras=True)
 
 
-def annotated_names(cls: type) -> Iterable[str]:
-    """Return the names that the class itself annotates."""
+def annotated_names(subject: Any) -> Mapping[str, Any]:
+    """Return what a class itself, or a function, annotates: by name, possibly unresolved."""
     if sys.version_info >= (3, 14):
         from annotationlib import Format, get_annotations
 
-        return get_annotations(cls, format=Format.FORWARDREF)
-    return inspect.get_annotations(cls)
+        return get_annotations(subject, format=Format.FORWARDREF)
+    return inspect.get_annotations(subject)
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:

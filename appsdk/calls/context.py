@@ -49,6 +49,7 @@ class Context:
         "nodes",
         "outbox",
         "peers",
+        "present",
         "record_time_ns",
         "reporter",
         "run_contexts",
@@ -71,6 +72,7 @@ class Context:
             None  # an immortal.appsdk.waiting.tasks.Tasks, or None: a plain object, or one that an upgrade creates
         )
         self.multicasts: Any = None  # an immortal.appsdk.ordering.multicasts.Multicasts, or None as for tasks
+        self.present: Any = None  # an immortal.appsdk.handlers.keys.KeyContext while an object of a key runs
         self.nodes: Any = None  # an immortal.appsdk.nodes.nodes.Nodes, or None as for tasks
         self.reporter: Any = None  # an immortal.appsdk.handlers.log.FailureReporter, or None: failures are not reported
         self.carries = False  # True if a handle was encoded: the message that is sent now can contain it

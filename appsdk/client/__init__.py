@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from immortal.appsdk.client.clients import (
     AsyncClient,
@@ -44,6 +45,9 @@ from immortal.protocol import shared_registry
 from immortal.protocol.client_frames import CLIENT_ID_SIZE_BYTES_MAX
 from immortal.protocol.executions import Execution, ExecutionsError
 
+if TYPE_CHECKING:
+    from immortal.appsdk.handlers.proxy import KeyedPeers
+
 __all__ = [
     "CallCancelled",
     "CallConflict",
@@ -61,6 +65,7 @@ __all__ = [
     "OutcomeUnknown",
     "ReplyGone",
     "connect",
+    "connect_keys",
     "executions",
     "handle",
     "start",
@@ -74,6 +79,7 @@ TIMEOUT_DEFAULT_S = 30.0  # of a call: longer than a crash and recovery of a usu
 S = TypeVar("S")
 A = TypeVar("A")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Connector(Generic[S, A]):
@@ -92,39 +98,42 @@ class Connector(Generic[S, A]):
         self._client_id = client_id
         self._timeout_s = timeout_s
         self._trace_context = trace_context
-        self._client: Client | AsyncClient | None = None
+        self._clients: list[Client] = []
+        self._async_clients: list[AsyncClient] = []
 
     def __enter__(self) -> S:
-        self._client = client = Client(self._finder, self._client_id)
-        return self._proxy(client)  # type: ignore[no-any-return]
+        for finder in self._finder.shards():
+            self._clients.append(Client(finder, self._client_id))
+        return self._proxy(self._clients)  # type: ignore[no-any-return]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(self._client, Client):
-            try:
-                if kind is None:
-                    self._client.settle(self._timeout_s)
-            finally:
-                self._client.close()
+        clients, self._clients = self._clients, []
+        with ExitStack() as stack:
+            for client in clients:
+                stack.callback(client.close)
+            for client in clients if kind is None else ():
+                client.settle(self._timeout_s)
 
     async def __aenter__(self) -> A:
-        self._client = client = AsyncClient(self._finder, self._client_id)
-        return self._proxy(client)  # type: ignore[no-any-return]
+        for finder in self._finder.shards():
+            self._async_clients.append(AsyncClient(finder, self._client_id))
+        return self._proxy(self._async_clients)  # type: ignore[no-any-return]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(self._client, AsyncClient):
-            try:
-                if kind is None:
-                    await self._client.settle(self._timeout_s)
-            finally:
-                await self._client.close()
+        clients, self._async_clients = self._async_clients, []
+        async with AsyncExitStack() as stack:
+            for client in clients:
+                stack.push_async_callback(client.close)
+            for client in clients if kind is None else ():
+                await client.settle(self._timeout_s)
 
-    def _proxy(self, client: Client | AsyncClient) -> Any:
-        name = self._finder.name
-        return Proxy(client, self._definition, name, self._timeout_s, None, trace_context=self._trace_context)
+    def _proxy(self, shards: Sequence[Client | AsyncClient]) -> Any:
+        name, context = self._finder.name, self._trace_context
+        return Proxy(shards[0], self._definition, name, self._timeout_s, None, trace_context=context, shards=shards)
 
 
 class ReachOptions(TypedDict, total=False):
@@ -190,6 +199,25 @@ def connect(
     finder = Finder(instance, home, tuple(endpoints), tuple(server_keys), identity, insecure)
     trace_context = "" if traceparent is None else trace_context_of(traceparent)
     return Connector(cls, finder, client_id, timeout, trace_context)
+
+
+if TYPE_CHECKING:
+
+    class KeyedClient(Protocol[T_co]):
+        """Type of what ``with connect_keys(...)`` gives, for type checkers."""
+
+        def __getitem__(self, key: str | int, /) -> T_co: ...
+
+
+def connect_keys(
+    target: type[T], name: str, /, **options: Unpack[ConnectOptions]
+) -> Connector[KeyedClient[T], KeyedPeers[T]]:
+    """Connect to the keys of a keyed class: ``with connect_keys(Cart, "carts") as carts: carts["ann"].add("tea", 2)``.
+
+    It is :func:`connect`, with other types for type checkers. The registry says which shards there are.
+    """
+    made: Connector[Any, Any] = connect(target, name, **options)
+    return made
 
 
 def executions(

@@ -5,14 +5,15 @@ To a type checker a proxy has the instance's class.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from immortal.appsdk.client.connection import random_client_id
 from immortal.appsdk.client.methods import CANCEL, Method, NamedMethod, NamedQuery, Status, typed_method, typed_query
-from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.definition import Definition, key_problem, shard_of
 from immortal.protocol.client_frames import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
 from immortal.protocol.errors import LocalProtocolError
 from immortal.protocol.safe_output import is_encodable
@@ -52,10 +53,14 @@ class Proxy:
         key: str | None,
         methods: dict[str, Method] | None = None,
         trace_context: str = "",
+        shards: Sequence[Client | AsyncClient] = (),
     ) -> None:
         """Make a proxy. ``methods``: known methods by name, shared by all proxies derived from each other.
 
-        ``trace_context``: of its calls, in the form of :mod:`immortal.protocol.timings`."""
+        ``trace_context``: of its calls, in the form of :mod:`immortal.protocol.timings`. ``shards``: the clients of all
+        shards of a keyed class."""
+        self._immortal_shards = shards or (client,)
+        self._immortal_front: tuple[Any, ...] = ()  # the key
         self._immortal_parts = (client, definition, name, timeout_s, key)
         self._immortal_trace = (trace_context,) if trace_context else ()
         self._immortal_methods: dict[str, Method] = {} if methods is None else methods
@@ -64,10 +69,30 @@ class Proxy:
         client, _, name, _, _ = self._immortal_parts
         return f"<client {client.client_id!r} of {name!r}>"
 
+    def __getitem__(self, key: Any) -> Self:
+        """Return the proxy of one key of a keyed class: ``carts["ann"].add("tea", 2)``. Raises TypeError."""
+        _, definition, name, timeout_s, request_key = self._immortal_parts
+        kind = type(key) if definition is None and isinstance(key, int) else str
+        if definition is not None:
+            if definition.keyed is None:
+                raise TypeError(f"{self!r}[{key!r}]: {definition.name} is no keyed class")
+            kind = definition.keyed
+        if problem := key_problem(kind, key):
+            raise TypeError(f"{name}[...]: {problem}")
+        made = object.__new__(type(self))
+        vars(made).update({one: value for one, value in vars(self).items() if one.startswith("_immortal_")})
+        shards = self._immortal_shards
+        client = shards[shard_of(key, len(shards)) - 1]
+        made._immortal_parts = client, definition, name, timeout_s, request_key
+        made._immortal_front = (key,)
+        return made
+
     def __getattr__(self, name: str) -> ProxyMethod:
         if name.startswith("_"):
             raise AttributeError(name)
-        _, definition, *_ = self._immortal_parts
+        _, definition, whose, *_ = self._immortal_parts
+        if len(self._immortal_shards) > 1 and not self._immortal_front:
+            raise UsageError(f"{whose!r} is keyed, so a call says for which key: proxy[key].{name}(...)")
         method = self._immortal_methods.get(name)
         if method is None:
             method = NamedMethod(name) if definition is None else typed_method(definition, name)
@@ -100,15 +125,19 @@ class ProxyMethod:
     def __init__(self, proxy: Proxy, method: Method) -> None:
         self._client, _, _, self._timeout_s, self._key = proxy._immortal_parts
         self._trace = proxy._immortal_trace
+        self._front = proxy._immortal_front
         self._method = method
 
+    def _encoded(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        return self._method.encode((*self._front, *arguments), keywords)
+
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        encoded = self._method.encode(arguments, keywords)
+        encoded = self._encoded(arguments, keywords)
         return self._client.call(self._method, encoded, self._timeout_s, self._key, *self._trace)
 
     def start(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Start a call, as :func:`start` does."""
-        encoded = self._method.encode(arguments, keywords)
+        encoded = self._encoded(arguments, keywords)
         made = self.handle(self._key or self._client.new_key())
         taken = self._client.start(self._method, encoded, self._timeout_s, made._key, *self._trace)
         return _after(taken, made) if isinstance(taken, Coroutine) else made
@@ -118,7 +147,7 @@ class ProxyMethod:
         return Handle(self._client, self._method, self._timeout_s, key or self._key or "")
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
-        self._client.fork(self._method, self._method.encode(arguments, keywords), self._key, *self._trace)
+        self._client.fork(self._method, self._encoded(arguments, keywords), self._key, *self._trace)
 
 
 class QueryMethod(ProxyMethod):
@@ -129,7 +158,7 @@ class QueryMethod(ProxyMethod):
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self._key is not None:
             return super().__call__(*arguments, **keywords)
-        return self._client.query(self._method, self._method.encode(arguments, keywords), self._timeout_s)
+        return self._client.query(self._method, self._encoded(arguments, keywords), self._timeout_s)
 
 
 class Queries:
@@ -289,7 +318,9 @@ def _made_of(proxy: P, **changes: Any) -> P:
     client, definition, name, timeout_s, key = before._immortal_parts
     trace_context = "".join(before._immortal_trace)
     options = {"timeout_s": timeout_s, "key": key, "trace_context": trace_context} | changes
-    made: Any = Proxy(client, definition, name, **options, methods=before._immortal_methods)
+    shards = before._immortal_shards
+    made: Any = Proxy(client, definition, name, **options, methods=before._immortal_methods, shards=shards)
+    made._immortal_front = before._immortal_front
     return made  # type: ignore[no-any-return]
 
 

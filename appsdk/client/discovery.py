@@ -14,10 +14,12 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from immortal.appsdk.client.errors import NotConnectable
 from immortal.protocol import shared_registry
@@ -60,6 +62,16 @@ class Finder(Struct, frozen=True):
     server_keys: Sequence[str] = ()
     identity: str | None = None
     insecure: bool = False
+
+    def shards(self) -> list[Finder]:
+        """Return the finder of each shard of a keyed class that is registered: NAME-1, NAME-2 ...; else this finder.
+
+        Raises NotConnectable."""
+        home = home_of(self.home)
+        if self.endpoints or (home / f"{self.name}.toml").exists():
+            return [self]
+        names = takewhile(lambda name: (home / f"{name}.toml").exists(), (f"{self.name}-{n}" for n in count(1)))
+        return [replace(self, name=name) for name in names] or [self]
 
     def find(self) -> Places:
         """Return the endpoints and keys of the instance. Raises NotConnectable."""

@@ -449,6 +449,7 @@ class Dispatcher:
         if self.instance is None:
             raise RemoteProtocolError("the app was told that it is primary before it had a state")
         if not self.is_primary:
+            self._life.require_shard()
             self.is_primary = True
             self.primary_since = self.context.sequence_id + 1
             self.tasks.effects.start(self._effects)

@@ -25,7 +25,7 @@ def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callab
     For a plain ``def`` handler without ``wakes``, of a class without tables, this is the handler itself.
     """
     if handler.is_async:
-        return lambda instance, *arguments: tasks.start(handler, arguments, None, 0)
+        return _own(handler, lambda instance, *arguments: tasks.start(handler, arguments, None, 0))
     if handler.raises or (tasks.has_tables and not handler.is_query):
 
         def run(instance: object, *arguments: Any) -> tuple[bool, bytes]:
@@ -33,9 +33,24 @@ def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callab
             tasks.drain()
             return came
 
-        return listed(tasks, handler, run)
+        return _own(handler, listed(tasks, handler, run))
     function: Callable[..., None] = partial(tasks.queries.run, handler) if handler.is_query else handler.call
-    return listed(tasks, handler, waking(tasks, function) if wakes else function)
+    return _own(handler, listed(tasks, handler, waking(tasks, function) if wakes else function))
+
+
+def _own(handler: Handler[Any, Any], function: Callable[..., Any], front: int = 0) -> Callable[..., Any]:
+    """Wrap ``function``, which handles calls of ``handler``: of a keyed class it gets only calls for its own keys.
+
+    ``front``: number of arguments before the handler's own.
+    """
+    if not handler.is_keyed:
+        return function
+
+    def run(instance: Any, *arguments: Any) -> Any:
+        instance.require_own(handler.function.__qualname__, arguments[front])
+        return function(instance, *arguments)
+
+    return run
 
 
 def waking(tasks: Tasks, function: Callable[..., None]) -> Callable[..., None]:
@@ -51,7 +66,8 @@ def waking(tasks: Tasks, function: Callable[..., None]) -> Callable[..., None]:
 def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None]:
     """Return the function that handles a call whose caller waits: (instance, caller, number of the call, arguments)."""
     if handler.is_async:
-        return lambda instance, caller, number, *arguments: tasks.start(handler, arguments, caller, number)
+        start = lambda instance, caller, number, *arguments: tasks.start(handler, arguments, caller, number)  # noqa: E731
+        return _own(handler, start, 2)
 
     def run(instance: object, caller: str, number: int, *arguments: Any) -> tuple[bool, bytes]:
         came = tasks.handler_runs.run_handler(handler, arguments, caller=caller)
@@ -59,7 +75,7 @@ def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None
         tasks.drain()
         return came
 
-    return listed(tasks, handler, run, 2)
+    return _own(handler, listed(tasks, handler, run, 2), 2)
 
 
 def listed(
@@ -131,6 +147,8 @@ def answer_query(
 def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: Tasks) -> tuple[int, bytes, bool]:
     try:
         handler, arguments = _found(question, definition)
+        if handler.is_keyed and (problem := instance.problem(arguments[0])):
+            raise _RefusedError(problem)
     except _RefusedError as refused:
         return *_raised(encode_refused(str(refused))), False
     changed = False

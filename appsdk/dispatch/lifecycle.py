@@ -17,7 +17,7 @@ from immortal.appsdk.calls.user_code import is_user_failure, run_user_code, user
 from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.errors import AppError, DefinitionError, StateError, UpgradeError
 from immortal.appsdk.handlers.decorators import Handler, ImmortalProtocol
-from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.handlers.definition import Definition, definition_of, own_definition_of
 from immortal.appsdk.handlers.proxy import attach, instances_use_context
 from immortal.appsdk.ordering.machine import Ordering
 from immortal.appsdk.ordering.messages import Plain
@@ -61,6 +61,8 @@ class Life:
         instance = self._new_instance()
         run = context.run_contexts.run
         run_user_code(f"{self.definition.name}.__init__", lambda: run(instance.__init__), StateError)
+        if self.definition.shard is not None:
+            instance.shard, instance.shards = self.definition.shard
         self._prepare(instance)
         self.instance = instance
         context.nodes.use(self.definition, instance)
@@ -142,6 +144,11 @@ class Life:
             waiting = f"{definition.name}: what waits"
             guarded(definition, waiting, partial(self._tasks.use, definition, self.instance))
             self._use(definition)
+
+    def require_shard(self) -> None:
+        """Check that the keys of a keyed class are divided as the project says. Raises StateError."""
+        if self._main_definition.shard is not None:
+            self.instance.require_shard(self._main_definition.shard)
 
     def require_savable(self) -> None:
         """Check that the state after the initial message can be saved, before the next checkpoint fails.
@@ -330,7 +337,7 @@ def upgrades(old: type[ImmortalProtocol], *, retry_refused: bool = False) -> Cal
 
 def _carry_over(cls: Any, old: Any) -> Any:
     new = cls()
-    for name in definition_of(type(old)).state().fields:
+    for name in own_definition_of(old).state().fields:
         value = getattr(old, name)
         is_dict = isinstance(value, Table) and name not in definition_of(cls).state().tables
         setattr(new, name, dict(value) if is_dict else value)

@@ -223,7 +223,7 @@ class Handler(property, Generic[P, R]):
 
     ``raises``: exceptions that its caller gets, by name. ``schedule``: the times at which it runs by itself.
     ``on_error``: effect of any other exception on the state; None: as in the class. ``running``: limits of an ``async
-    def``.
+    def``. ``is_keyed``: its first argument is the key, of a keyed class.
     """
 
     def __init__(
@@ -246,6 +246,7 @@ class Handler(property, Generic[P, R]):
         self.call: Callable[..., R] = by_position(function, self.signature)
         self.is_async = inspect.iscoroutinefunction(function)
         self.is_query = decorator == "query"
+        self.is_keyed = False
         self.raises = checked_raises(f"{self.name}: @{decorator}", raises)
         self.schedule = schedule
         self.on_error = None if on_error is None else checked_on_error(f"{self.name}: @{decorator}", on_error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,13 +29,15 @@ CheckpointMode = Literal["inline", "fork"]
 
 VERSION_DEFAULT = 1
 VERSION_MAX = INT_MAX  # a ZigZagInt in the protocol
+INT_64_MAX = (1 << 63) - 1
 
 
 class Peer(property):
     """Descriptor that ``peer(...)`` puts into a class."""
 
-    def __init__(self, target: object, name: str) -> None:
+    def __init__(self, target: object, name: str, *, keyed: bool = False) -> None:
         super().__init__()
+        self.is_keyed = keyed
         is_text = isinstance(name, str) and is_encodable(name)
         if not is_text or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
             raise DefinitionError(
@@ -42,7 +45,7 @@ class Peer(property):
                 f"{NAME_SIZE_BYTES_MAX} bytes"
             )
         if isinstance(target, type):
-            definition_of(target)
+            self._checked(definition_of(target))
         elif isinstance(target, str):
             if not all(part.strip() for part in target.partition(":")):
                 raise DefinitionError(f"peer({target!r}, {name!r}): a class is given as 'module:Class'")
@@ -72,7 +75,76 @@ class Peer(property):
                 ) from None
         elif not isinstance(target, type):
             target = target()
-        return definition_of(target)
+        return self._checked(definition_of(target))
+
+    def _checked(self, definition: Definition) -> Definition:
+        if (definition.keyed is not None) is not self.is_keyed:
+            right = "no keyed class: peer" if self.is_keyed else "a keyed class: peers"
+            raise DefinitionError(f"{definition.name} is {right}({definition.name}, ...) was expected")
+        return definition
+
+
+# Keys of keyed classes, and the shards to which they belong: see :mod:`immortal.appsdk.handlers.keys`.
+
+
+KEY = "key"  # name of the first argument of each call of a keyed class
+KEY_SIZE_BYTES_MAX = 400
+RANGES = 4096
+"""Number of ranges of keys, which the shards of a keyed class share."""
+
+
+def key_problem(kind: type, key: object) -> str:
+    """Return why ``key`` can't be a key of a class that is keyed by ``kind``; "" if it can."""
+    if type(key) is not kind:
+        return f"its keys are of the type {kind.__name__}, {key!r:.80} is a {type(key).__name__}"
+    if isinstance(key, int):
+        return (
+            "" if -INT_64_MAX <= key <= INT_64_MAX else f"a key is an int of 64 bits, this one has {key.bit_length()}"
+        )
+    size_bytes = len(str(key).encode(errors="replace"))
+    if not 1 <= size_bytes <= KEY_SIZE_BYTES_MAX:
+        return f"a key has 1 to {KEY_SIZE_BYTES_MAX} bytes, this one has {size_bytes:,}"
+    return "" if is_encodable(str(key)) else f"the key {key!r} can't be encoded"
+
+
+def shard_of(key: object, shards: int) -> int:
+    """Return the shard to which ``key`` belongs, from 1 to ``shards``. It never changes for the same two values.
+
+    >>> [shard_of(name, 3) for name in ("ann", "kim", "joe")]
+    [1, 2, 3]
+    """
+    digest = hashlib.blake2b(str(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % RANGES * shards // RANGES + 1
+
+
+def shard_name(name: str, number: int, shards: int) -> str:
+    """Return the instance's name of a shard, which is that of a project with ``count = shards``."""
+    return name if shards == 1 else f"{name}-{number}"
+
+
+class Peers(property):
+    """Descriptor that ``peers(...)`` puts into a class. ``shards``: the instances that have the keys."""
+
+    def __init__(self, target: object, name: str, shards: int) -> None:
+        super().__init__()
+        if not _is_number(shards) or shards > RANGES:
+            raise DefinitionError(f"peers(..., {name!r}, shards={shards!r}): a number from 1 to {RANGES} was expected")
+        self.name = name
+        self.shards = [Peer(target, shard_name(name, one, shards), keyed=True) for one in range(1, shards + 1)]
+        self.key = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.key = definition_key(name)
+        property.__init__(self, attrgetter(f"_immortal_context.peers.{self.key}"))
+        for number, shard in enumerate(self.shards, 1):
+            shard.__set_name__(owner, f"{name}[{number}]")
+
+    def shard(self, key: object) -> Peer:
+        """Return the shard of a key. Raises TypeError."""
+        found = self.shards[0] if len(self.shards) == 1 else self.shards[shard_of(key, len(self.shards)) - 1]
+        if problem := key_problem(cast(type, found.resolve().keyed), key):
+            raise TypeError(f"{self.name}[...]: {problem}")
+        return found
 
 
 class Definition(Struct):
@@ -92,11 +164,14 @@ class Definition(Struct):
     upgrades: Definition | None = None  # the class whose state its upgrade() converts; set by @upgrades
     retries_refused: bool = False  # gives refused calls again at its upgrade; set by @upgrades
     nodes: tuple[Any, ...] = ()  # classes below immortal.Node that it can create
+    keyed: type | None = None  # the type of its keys
+    objects: Definition | None = None  # of the class of the keys' objects, in the definition of what calls reach
+    shard: tuple[int, int] | None = None  # which one a new instance is, of how many, from 1; None: nobody says
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
     by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
     by_key: dict[str, Handler[Any, Any]] = field(default_factory=dict)  # overridden ones included
     peers: dict[str, Peer] = field(default_factory=dict)
-    peers_by_key: dict[str, Peer] = field(default_factory=dict)
+    peers_by_key: dict[str, Peer | Peers] = field(default_factory=dict)
     on_primary: list[str] = field(default_factory=list)  # names of methods
     initial: str | None = None
     roles: dict[str, tuple[str, ...]] = field(default_factory=dict)  # groups that can call a handler, by its name
@@ -165,7 +240,9 @@ class Definition(Struct):
         """Return the schema of the state. Raises DefinitionError if an annotation can't be resolved or encoded."""
         if self._state is None:
             with resolving(f"{self.name}: the annotation of an attribute"):
-                self._state = StateSchema(self.cls, self.serializer, {*self.handlers, *self.peers}, self.formerly)
+                objects = None if self.objects is None else self.objects.state()
+                not_state = {*self.handlers, *self.peers} if objects is None else ()
+                self._state = StateSchema(self.cls, self.serializer, not_state, self.formerly, objects)
         return self._state
 
     def resolve(self, *, names_may_be_missing: bool) -> None:
@@ -196,6 +273,12 @@ def definition_of(cls: object) -> Definition:
     if definition is None:
         raise DefinitionError(f"{cls!r} is not a class below immortal.Immortal")
     return cast(Definition, definition)
+
+
+def own_definition_of(instance: object) -> Definition:
+    """Return the definition of the class of an object, which can be the object of a key."""
+    found = definition_of(type(instance))
+    return found.objects if found.objects is not None and type(instance) is found.objects.cls else found
 
 
 def define(definition: Definition, roles: Mapping[str, Iterable[str]] | None = None) -> Definition:
@@ -275,6 +358,10 @@ def _add(definition: Definition, name: str, value: object, cls: type) -> None:
     elif isinstance(value, Peer):
         definition.peers[name] = value
         definition.peers_by_key[value.key] = value
+    elif isinstance(value, Peers):
+        definition.peers_by_key[value.key] = value
+        for number, shard in enumerate(value.shards, 1):
+            _add(definition, f"{name}[{number}]", shard, cls)
     elif (mark := getattr(value, HOOK_MARK, None)) == "on_primary":
         if name not in definition.on_primary:
             definition.on_primary.append(name)

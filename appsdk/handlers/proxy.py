@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
 from types import MethodType, SimpleNamespace
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from immortal.appsdk.calls.codec import ArgumentCodec, bind_arguments, plain_count
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context, is_plain
@@ -28,13 +28,14 @@ from immortal.appsdk.handlers.decorators import (
     BoundHandler,
     Handler,
 )
-from immortal.appsdk.handlers.definition import Definition, Peer, definition_of
+from immortal.appsdk.handlers.definition import Definition, Peer, Peers, own_definition_of
 from immortal.protocol.extensions import QUERIES
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.messages import RpcType
 from immortal.protocol.system_methods import ORDER_METHOD_ID
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 def method_names(definition: Definition) -> dict[tuple[str, int], str]:
@@ -98,6 +99,29 @@ def peer(target: object, name: str) -> Any:
     Raises DefinitionError.
     """
     return Peer(target, name)
+
+
+if TYPE_CHECKING:
+
+    class KeyedPeers(Protocol[T_co]):
+        """Type of :func:`peers`, for type checkers."""
+
+        def __getitem__(self, key: str | int, /) -> type[T_co]: ...
+
+
+@overload
+def peers(target: type[T], name: str, *, shards: int = 1) -> KeyedPeers[T]: ...
+@overload
+def peers(target: str, name: str, *, shards: int = 1) -> Any: ...
+@overload
+def peers(target: Callable[[], type[T]], name: str, *, shards: int = 1) -> KeyedPeers[T]: ...
+def peers(target: object, name: str, *, shards: int = 1) -> Any:
+    """Declare the keys of a keyed class as peers: in the class body, ``carts = peers(Cart, "carts", shards=3)``.
+
+    Handlers call one key: ``self.carts["ann"].add.fork("tea", 2)``. ``target``: as for :func:`peer`. ``shards``: the
+    ``count`` of ``carts`` in the project; it never changes. Raises DefinitionError.
+    """
+    return Peers(target, name, shards)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -193,7 +217,65 @@ def _refuse_call(handler: Handler[Any, Any]) -> Callable[..., Any]:
 
 def peer_namespace(definition: Definition, context: Context) -> SimpleNamespace:
     """Return the values of ``self.<peer>``."""
-    return SimpleNamespace(**{key: UnresolvedPeer(found, context) for key, found in definition.peers_by_key.items()})
+    made = SimpleNamespace()
+    for key, found in definition.peers_by_key.items():
+        if isinstance(found, Peer):
+            setattr(made, key, UnresolvedPeer(found, context))
+        else:
+            setattr(made, key, KeyPeers(found, lambda shard: getattr(made, shard.key)))
+    return made
+
+
+class KeyPeers:
+    """Proxies of the keys of a keyed class: ``self.carts["ann"]``. ``shard``: makes the proxy of one of its shards."""
+
+    def __init__(self, source: Peers, shard: Callable[[Peer], Any]) -> None:
+        self._immortal_peers = source
+        self._immortal_shard = shard
+
+    def __repr__(self) -> str:
+        return f"<peers {self._immortal_peers.name!r}>"
+
+    def __getitem__(self, key: Any) -> OfKey:
+        return OfKey(self._immortal_shard(self._immortal_peers.shard(key)), key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        where = f"self.<peers>[key].{name}(...)"
+        raise UsageError(f"{self._immortal_peers.name!r} is keyed, so a call says for which key: {where}")
+
+
+class OfKey:
+    """Proxy of one key: ``proxy`` is that of the instance, whose handlers take the key as their first argument."""
+
+    def __init__(self, proxy: Any, key: Any) -> None:
+        self._immortal_proxy = proxy
+        self._immortal_key = key
+
+    def __repr__(self) -> str:
+        return f"<{self._immortal_key!r} of {self._immortal_proxy!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _KeyMethod(getattr(self._immortal_proxy, name), self._immortal_key)
+
+
+class _KeyMethod:
+    """Handler of one key. ``method``: the one that takes the key as its first argument."""
+
+    __slots__ = ("_key", "_method")
+
+    def __init__(self, method: Any, key: Any) -> None:
+        self._method = method
+        self._key = key
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._method(self._key, *arguments, **keywords)
+
+    def fork(self, *arguments: Any, **keywords: Any) -> None:
+        self._method.fork(self._key, *arguments, **keywords)
 
 
 class PeerMethod:
@@ -289,7 +371,7 @@ class Impulses:
     All methods raise Disconnected once the connection has ended, TypeError for arguments that do not fit the handler.
     """
 
-    def __init__(self, instance: object, definition: Definition, queue: ImpulseQueue) -> None:
+    def __init__(self, instance: Any, definition: Definition, queue: ImpulseQueue) -> None:
         self._instance = instance
         self._definition = definition
         self._queue = queue
@@ -303,6 +385,8 @@ class Impulses:
         """Return the proxy of ``target``: a peer (``self.counter``) or the app itself (``self``)."""
         if target is self._instance:
             return self._own
+        if isinstance(target, OfKey):
+            return OfKey(self.to(target._immortal_proxy), target._immortal_key)
         if not isinstance(target, PeerProxy):
             raise TypeError(f"impulses.to({target!r}): self or one of its peers was expected")
         source = target._immortal_peer
@@ -324,6 +408,8 @@ class Impulses:
             raise AttributeError(name)
         if name in self._definition.peers:
             found: Any = self.to(getattr(self._instance, name))
+        elif isinstance(peers := getattr(type(self._instance), name, None), Peers):
+            found = KeyPeers(peers, lambda shard: self.to(getattr(self._instance._immortal_context.peers, shard.key)))
         else:
             found = getattr(self._own, name)
         setattr(self, name, found)
@@ -338,7 +424,7 @@ _context_factory: ContextVar[Callable[[], Context] | None] = ContextVar("context
 
 def attach(instance: Any, context: Context) -> None:
     """Make ``context`` the context of ``instance``."""
-    definition = context.definition = definition_of(type(instance))
+    definition = context.definition = own_definition_of(instance)
     context.handlers = handler_namespace(instance, definition, context)
     context.peers = peer_namespace(definition, context)
     instance._immortal_context = context

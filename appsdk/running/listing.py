@@ -1,9 +1,9 @@
 """Command ``python -m appsdk.running.listing MODULE``: lists the services of a module, and its files, without a run.
 
-It prints a JSON object: {"services": {CLASS: {"versions": [N, ...], "peers": [NAME, ...], "is_own": BOOL}}, "files":
-[...]}. The versions are those that the class can run, its own first. A service is the module's own if the module
-defines it and no other one of it upgrades it. The files are the imported files of the current folder. The exit status
-is 0, or EXIT_NOT_RUNNABLE for a module that can't be imported; stderr says why.
+It prints a JSON object: {"services": {CLASS: {"versions": [N, ...], "peers": [NAME, ...], "is_own": BOOL, "is_keyed":
+BOOL}}, "files": [...]}. The versions are those that the class can run, its own first. A service is the module's own if
+the module defines it and no other one of it upgrades it. The files are the imported files of the current folder. The
+exit status is 0, or EXIT_NOT_RUNNABLE for a module that can't be imported; stderr says why.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def services(module: Any) -> dict[str, dict[str, Any]]:
         name: {
             "versions": [one.version for one in definition.chain],
             "peers": sorted({peer.name for peer in definition.peers.values()}),
+            "is_keyed": definition.keyed is not None,
             "is_own": definition.label == f"{module.__name__}:{name}" and definition.cls not in older,
         }
         for name, definition in found.items()

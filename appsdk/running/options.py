@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from immortal.appsdk.errors import EXIT_NOT_RUNNABLE, AppError
+from immortal.appsdk.handlers.definition import RANGES
 from immortal.appsdk.running.debugger import Breakpoint
 from immortal.protocol import decoding
 
@@ -20,6 +21,7 @@ EFFECTS_VARIABLE = "IMMORTAL_EFFECTS"
 REWOUND_VARIABLE = "IMMORTAL_REWOUND"
 TIMINGS_VARIABLE = "IMMORTAL_TIMINGS"
 EXECUTIONS_VARIABLE = "IMMORTAL_EXECUTIONS"
+SHARD_VARIABLE = "IMMORTAL_SHARD"
 
 
 class OptionError(AppError):
@@ -37,7 +39,8 @@ class RunOptions:
     ``rewound``: a call failed in the previous life, and can fail again: keep a copy of the state in memory even if it
     is large. ``effects``: functions to replace and their replacements, as "module:function". ``timings``: folder for
     the times of handlers, and a limit in bytes; None: no times. ``debugpy``: port at which its clients attach.
-    ``executions``: file for their list, and its days (0: no limit); None: no list."""
+    ``executions``: file for their list, and its days (0: no limit); None: no list. ``shard``: of a keyed class, which
+    one it is, of how many, from 1; None: as in its state."""
 
     strict: bool = False
     trace: bool = False
@@ -48,6 +51,7 @@ class RunOptions:
     timings: tuple[Path, int] | None = None
     debugpy: int | None = None
     executions: tuple[Path, int] | None = None
+    shard: tuple[int, int] | None = None
 
 
 def run_options(
@@ -67,7 +71,16 @@ def run_options(
         timings=_place(environment, TIMINGS_VARIABLE, "BYTES:FOLDER"),
         executions=_place(environment, EXECUTIONS_VARIABLE, "DAYS:FILE"),
         debugpy=debugpy,
+        shard=_shard(environment),
     )
+
+
+def _shard(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    text = environment.get(SHARD_VARIABLE, "")
+    number, _, count = text.partition("/")
+    if text and not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= RANGES):
+        raise OptionError(f"{SHARD_VARIABLE}={text!r}: which shard of how many was expected, such as 2/3")
+    return (int(number), int(count)) if text else None
 
 
 def _effects(environment: Mapping[str, str]) -> Mapping[str, str]:

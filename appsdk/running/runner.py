@@ -15,6 +15,8 @@ from operator import attrgetter
 from types import FrameType
 from typing import NoReturn
 
+import msgspec
+
 from immortal.appsdk.calls.user_code import mark_interrupts, user_traceback
 from immortal.appsdk.determinism.check import DeterminismError, check
 from immortal.appsdk.errors import (
@@ -220,6 +222,8 @@ def _run_to_status(cls: type, address: str | None, options: RunOptions | None, s
         definition = definition_of(cls)
         options = options or run_options()
         check_determinism(definition, label, strict=options.strict)
+        if definition.objects is not None:
+            definition = msgspec.structs.replace(definition, shard=options.shard)
         address = address or os.environ.get(ADDRESS_VARIABLE)
         if not address:
             raise ConnectError(

@@ -144,9 +144,21 @@ def hook_of(cls: type, name: str) -> FunctionType | None:
 
 
 class StateSchema:
-    """Encoder and decoder of the state of one class. Raises DefinitionError, NameError (an unresolved annotation)."""
+    """Encoder and decoder of the state of one class. Raises DefinitionError, NameError (an unresolved annotation).
 
-    def __init__(self, cls: type, serializer: str, not_state: Iterable[str], formerly: Iterable[str]) -> None:
+    ``objects``: of a keyed class, the schema of its keys' objects."""
+
+    def __init__(
+        self,
+        cls: type,
+        serializer: str,
+        not_state: Iterable[str],
+        formerly: Iterable[str],
+        objects: StateSchema | None = None,
+    ) -> None:
+        self._objects = objects
+        if objects is not None and objects.transient:
+            raise DefinitionError(f"{cls.__qualname__}: {min(objects.transient)!r}: a keyed class has no Transient yet")
         self._class_name = cls.__qualname__
         self._cls: Any = cls
         self._formerly = frozenset(formerly)
@@ -245,7 +257,7 @@ class StateSchema:
             if not isinstance(blob, bytes):
                 raise StateError(f"{self._class_name}.checkpoint returned a {type(blob).__name__}, bytes were expected")
             return blob
-        values = self._collect(instance)
+        values = self.collect(instance)
         if self.serializer == "pickle":
             return self._pickled(values)
         blob = self._encoded(values)
@@ -327,7 +339,8 @@ class StateSchema:
             return {"": instance.checkpoint()}
         return {name: self.raw(getattr(instance, name)) for name in self.attributes}
 
-    def _collect(self, instance: Any) -> dict[str, Any]:
+    def collect(self, instance: Any) -> dict[str, Any]:
+        """Return the attributes, which must be annotated and set. Raises StateError."""
         self.require_annotated(instance)
         values = {}
         for name in self.attributes:
@@ -407,6 +420,11 @@ class StateSchema:
             )
         values = self._read(state)
         self._require_names(values)
+        if self._objects is not None and "keys" in values:
+            saved: set[str] = set()
+            for one in decoding.decode(values["keys"], type=dict[str | int, dict[str, msgspec.Raw]]).values():
+                saved |= one.keys()
+            self._objects._require_names(saved or self._objects.fields)
         for name, value in values.items():
             if name in self.tables:
                 getattr(instance, name).load(value)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast, overload
+
+import msgspec
 
 from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.errors import HandlerError, UsageError
-from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.handlers.definition import Definition, definition_of, shard_name
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.debugger import pass_over_in_replays
-from immortal.appsdk.testing.instance import Instance, MemorySource
+from immortal.appsdk.testing.instance import Instance, MemorySource, Shards
 from immortal.appsdk.testing.outside import OUTSIDE_NAME, OUTSIDERS, EffectStubs
 from immortal.appsdk.testing.replay_check import ReplayDiffers, problems_of
 from immortal.appsdk.testing.world import CrashPlan, Victim, World
 from immortal.coordinator.core import events as ev
+from immortal.protocol import personal_keys
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.safe_output import is_encodable
 from immortal.replay.fleet.model import Answer, Check, Logs, Rules
@@ -53,6 +57,7 @@ class Environment:
     ) -> None:
         if start.tzinfo is None:
             raise UsageError(f"Environment(start={start!r}): a datetime with a time zone was expected")
+        os.environ.setdefault(personal_keys.NOTES_VARIABLE, os.devnull)  # no keys of persons are kept
         start_ns = (start - datetime_of(0)) // timedelta(microseconds=1) * 1000
         self._world = World(start_ns, seed, order, crashes or CrashPlan(), fail_alone=fail_alone)
 
@@ -81,12 +86,29 @@ class Environment:
 
     # --- instances ---------------------------------------------------------------------------------------------------
 
-    def start(self, cls: type[T], name: str, *, effects: EffectStubs | None = None) -> Instance[T]:
+    @overload
+    def start(self, cls: type[T], name: str, *, effects: EffectStubs | None = None) -> Instance[T]: ...
+    @overload
+    def start(self, cls: type[T], name: str, *, effects: EffectStubs | None = None, shards: int) -> Shards[T]: ...
+    def start(self, cls: type[T], name: str, *, effects: EffectStubs | None = None, shards: int | None = None) -> Any:
         """Start a new instance of ``cls`` under the name by which others call it. Return once all are at rest.
 
-        ``effects``: functions that replace those that its handlers pass to ``immortal.effect``. Raises UsageError, and
-        as :meth:`run`.
+        ``effects``: functions that replace those that its handlers pass to ``immortal.effect``. ``shards``: so many
+        instances have the keys of a keyed class. Raises UsageError, and as :meth:`run`.
         """
+        __tracebackhide__ = True
+        definition = definition_of(cls)
+        if shards is None:
+            return self._start(definition, name, effects)
+        if definition.objects is None or shards < 1:
+            raise UsageError(f"env.start(..., shards={shards!r}): a keyed class and a number from 1 were expected")
+        started = []
+        for number in range(1, shards + 1):
+            one = msgspec.structs.replace(definition, shard=(number, shards))
+            started.append(self._start(one, shard_name(name, number, shards), effects))
+        return Shards(started)
+
+    def _start(self, definition: Definition, name: str, effects: EffectStubs | None) -> Instance[Any]:
         __tracebackhide__ = True
         self._world.require_open()
         pass_over_in_replays()  # for example those that check the test at its end
@@ -96,7 +118,7 @@ class Environment:
         if name in self._world.nodes:
             whose = "the test itself" if name == OUTSIDE_NAME else "an instance of this environment"
             raise UsageError(f"env.start(..., {name!r}): that is the name of {whose}: choose another one")
-        node = self._world.add(name, definition_of(cls))
+        node = self._world.add(name, definition)
         node.effects = dict(effects or {})
         node.start()
         self.run()

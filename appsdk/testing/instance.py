@@ -15,7 +15,7 @@ from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import ImpulseQueue, Write
 from immortal.appsdk.errors import Disconnected, UsageError
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.definition import definition_of, shard_of
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.local_app import LocalApp
@@ -108,6 +108,10 @@ class Instance(Generic[T]):
         envelope = copied_envelope(definition.name, schema.serializer)
         schema.restore(copy, envelope, memoryview(schema.encode(app.instance)))
         return copy
+
+    def __getitem__(self, key: Any) -> OfKey[T]:
+        """Return the handle of one key of a keyed class: ``carts["ann"].call(Cart.add, "tea", 2)``."""
+        return OfKey(self, key)
 
     @property
     def is_up(self) -> bool:
@@ -265,6 +269,52 @@ class Instance(Generic[T]):
         codec = self.definition.codec(found)
         bound = codec.bind(args, kwargs)
         return found, codec.exactly(bound) if codec.may_hold_untyped else bound
+
+
+class OfKey(Generic[T]):
+    """Handle of one key of a keyed class, returned by ``carts["ann"]``: calls as those of :class:`Instance`."""
+
+    def __init__(self, instance: Instance[T], key: Any) -> None:
+        if instance.definition.objects is None:
+            raise UsageError(f"{instance!r}[{key!r}]: {instance.definition.name} is no keyed class")
+        self.instance = instance
+        self._calls: Any = instance
+        self._key = key
+
+    @property
+    def state(self) -> T:
+        """Copy of the key's object. Raises KeyError if there is none, and as :attr:`Instance.state`."""
+        state: Any = self.instance.state
+        found: T = state.keys[self._key]
+        return found
+
+    def call(self, handler: RemoteHandler[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True
+        value: R = self._calls.call(handler, self._key, *args, **kwargs)
+        return value
+
+    def begin(self, handler: RemoteHandler[P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        pending: Pending[R] = self._calls.begin(handler, self._key, *args, **kwargs)
+        return pending
+
+    def send(self, handler: RemoteHandler[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._calls.send(handler, self._key, *args, **kwargs)
+
+
+class Shards(Generic[T]):
+    """Handle of all ``instances`` of a keyed class, returned by ``env.start(Cart, "carts", shards=3)``."""
+
+    def __init__(self, instances: list[Instance[T]]) -> None:
+        self.instances = instances
+
+    def __getitem__(self, key: Any) -> OfKey[T]:
+        return self.instances[shard_of(key, len(self.instances)) - 1][key]
+
+    @property
+    def keys(self) -> dict[Any, T]:
+        """Copies of all keys' objects."""
+        states: list[Any] = [one.state for one in self.instances]
+        return {key: found for state in states for key, found in state.keys.items()}
 
 
 # ``@on_primary`` hooks in the test's own thread: each impulse that they send is handled before they continue.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncio import events
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,7 +19,8 @@ from immortal.appsdk.calls.outbox import Send, encode_call, make_writer
 from immortal.appsdk.calls.user_code import describe_arguments, handed_to, handler_failed, is_user_failure
 from immortal.appsdk.errors import HandlerError, StateError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.handlers.definition import Definition, Peer
+from immortal.appsdk.handlers.definition import Definition, Peer, Peers
+from immortal.appsdk.handlers.keys import KeyContext
 from immortal.appsdk.handlers.multicast import shared_method_id
 from immortal.appsdk.handlers.proxy import make_fork
 from immortal.appsdk.handlers.queries import Queries
@@ -71,7 +73,7 @@ class Host:
         self.one_by_one = False  # woken handlers run by let_one_go_on, after an announcement
         self._next_number = 1
         self._forks: dict[tuple[str, int], Callable[..., None]] = {}
-        self.members: dict[str, Target | Peer] = {}  # members of the class that handlers have used, by name
+        self.members: dict[str, Target | Peer | Peers] = {}  # members of the class that handlers have used, by name
         self.peer_targets: dict[tuple[Peer, str], Target] = {}
         self._event_decoders: dict[Any, Callable[[bytes], Any]] = {}
 
@@ -138,7 +140,8 @@ class Host:
             finally:
                 operation.task.runs_local_step = False
         elif isinstance(operation, Read):
-            return False, operation.encoded(getattr(self.instance, operation.name))
+            with self._subject(operation) as subject:
+                return False, operation.encoded(getattr(subject, operation.name))
         elif isinstance(operation, Event):
             self.events.offer(operation.name)
         return None
@@ -147,9 +150,15 @@ class Host:
         loop, self.ready.loop = self.ready.loop, None
         events._set_running_loop(None)  # a 'def' handler has none elsewhere, and a rebuild does not run it
         try:
-            return self.handler_runs.run_step(operation.task.number, operation.step, handler, arguments)
+            with self._subject(operation):
+                return self.handler_runs.run_step(operation.task.number, operation.step, handler, arguments)
         finally:
             self.ready.enter(loop)
+
+    def _subject(self, operation: Operation) -> AbstractContextManager[Any]:
+        """Return a context manager that gives the object for which the handler's self stands."""
+        app = self.instance
+        return nullcontext(app) if self.definition.objects is None else KeyContext(app, operation.task.key)
 
     def register(self, operation: Operation) -> None:
         """Register an operation, so that the result with its number finds it."""

@@ -49,6 +49,7 @@ class Owner(HandlerLoop):
 
     generation: int
     runs_local_step: bool  # while True, its self is the app itself
+    key: Any  # of a keyed class
 
     @property
     def is_silent(self) -> bool:

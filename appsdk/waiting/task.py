@@ -27,6 +27,7 @@ from immortal.appsdk.calls.user_code import (
 )
 from immortal.appsdk.errors import AppError, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.log import HandlerLog
 from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
 from immortal.appsdk.state.schema import StateSchema
@@ -125,6 +126,7 @@ class Task(Owner):
         "entries",
         "given",
         "handler",
+        "key",
         "pending",
         "runs_local_step",
         "started_ns",
@@ -162,7 +164,9 @@ class Task(Owner):
         self._error: BaseException | None = None  # with it the handler ends, whatever its coroutines do
         self.left, self.must_end = None, False
         self.futures_count = self.tasks_count = 0
-        coroutine = self.handler.call(self.tasks.make_self(self), *self.decoded_arguments())
+        arguments = self.decoded_arguments()
+        self.key = arguments[0] if self.handler.is_keyed else None
+        coroutine = self.handler.call(self.tasks.make_self(self), *arguments)
         self._variables = self.tasks.context.run_contexts.new()
         self._variables.run(running.set, self)
         with self._as_running_loop():
@@ -180,6 +184,18 @@ class Task(Owner):
     @property
     def name(self) -> str:
         return self.handler.function.__qualname__
+
+    @property
+    def definition(self) -> Definition:
+        """Definition of the class of its ``self``."""
+        whole = self.tasks.definition
+        return whole if whole.objects is None else whole.objects
+
+    @property
+    def subject(self) -> Any:
+        """Object for which its ``self`` stands: the app, or its key's object (None: there is none)."""
+        app = self.tasks.instance
+        return app.keys.get(self.key) if self.handler.is_keyed else app
 
     @property
     def method_id(self) -> int:
@@ -477,7 +493,7 @@ class Task(Owner):
 
     def look(self, schema: StateSchema, name: str) -> Any:
         """Return a copy of an attribute for a debugger, without a journal entry. Raises StateError."""
-        value = getattr(self.tasks.instance, name)
+        value = getattr(self.subject, name)
         return schema.decode_attribute(name, schema.encode_attribute(name, schema.kept(name, value)))
 
     def _check_copies(self) -> None:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from types import FrameType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 from immortal.appsdk.calls.user_code import in_debugger, place_of
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.handlers.definition import Peer
+from immortal.appsdk.handlers.definition import Peer, Peers
+from immortal.appsdk.handlers.keys import ByName
 from immortal.appsdk.handlers.multicast import Destination, NodeHandles, make_multicast_fork, shared_handler
-from immortal.appsdk.handlers.proxy import find_handler
+from immortal.appsdk.handlers.proxy import KeyPeers, find_handler
 from immortal.appsdk.ordering.messages import Scope
 from immortal.appsdk.waiting.loop import Together
 from immortal.appsdk.waiting.operations import (
@@ -50,13 +51,13 @@ class TaskSelf:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return self._immortal_task.tasks.definition.cls
+        return self._immortal_task.definition.cls
 
     def __repr__(self) -> str:
-        return f"<{self._immortal_task.tasks.definition.name} in {self._immortal_task.name}>"
+        return f"<{self._immortal_task.definition.name} in {self._immortal_task.name}>"
 
     def __dir__(self) -> list[str]:
-        definition = self._immortal_task.tasks.definition
+        definition = self._immortal_task.definition
         return sorted({*dir(definition.cls), *definition.state().fields})
 
     @property
@@ -67,36 +68,38 @@ class TaskSelf:
 
         def handler(key: str) -> TaskHandler:
             found = definition.by_key[key]
-            return TaskHandler(task, task.tasks.target("", definition.handlers[found.name], found))
+            return _own_handler(task, task.tasks.target("", definition.handlers[found.name], found))
 
         return SimpleNamespace(
-            handlers=_ByKey(handler), peers=_ByKey(lambda key: TaskPeer(task, definition.peers_by_key[key]))
+            handlers=ByName(handler), peers=ByName(lambda key: _peer(task, definition.peers_by_key[key]))
         )
 
     def __getattr__(self, name: str) -> Any:
         task = self._immortal_task
         if task.runs_local_step:
-            return getattr(task.tasks.instance, name)
+            return getattr(task.subject, name)
         member = task.tasks.members.get(name)
         if member is not None:
-            return TaskHandler(task, member) if isinstance(member, Target) else TaskPeer(task, member)
-        definition = task.tasks.definition
+            return _own_handler(task, member) if isinstance(member, Target) else _peer(task, member)
+        definition, whole = task.definition, task.tasks.definition
         found: Any = inspect.getattr_static(definition.cls, name, _MISSING)
         if isinstance(found, Handler):
-            task.tasks.members[name] = target = task.tasks.target("", definition.handlers[name], found)
-            return TaskHandler(task, target)
-        if isinstance(found, Peer):
+            target = task.tasks.target("", whole.handlers[name], whole.by_key[found.key])
+            task.tasks.members[name] = target
+            return _own_handler(task, target)
+        if isinstance(found, Peer | Peers):
             task.tasks.members[name] = found
-            return TaskPeer(task, found)
+            return _peer(task, found)
         if isinstance(found, FunctionType):
             return MethodType(found, self)
         if isinstance(found, property) and found.fget is not None:
             return found.fget(self)
         schema = definition.state()
         if name not in schema.fields and name not in schema.transient:
-            if found is not _MISSING and name not in vars(task.tasks.instance):
+            attributes = {} if task.subject is None else vars(task.subject)
+            if found is not _MISSING and name not in attributes:
                 return found.__get__(None, definition.cls) if hasattr(found, "__get__") else found
-            if name.startswith("__") or not hasattr(task.tasks.instance, name):
+            if name.startswith("__") or name not in attributes:
                 raise AttributeError(f"{definition.name!r} object has no attribute {name!r}")
         if name in schema.attributes and schema.serializer == "msgspec":
             frame = sys._getframe(1)
@@ -106,13 +109,13 @@ class TaskSelf:
 
     def __setattr__(self, name: str, value: object) -> None:
         if self._immortal_task.runs_local_step:
-            setattr(self._immortal_task.tasks.instance, name, value)
+            setattr(self._immortal_task.subject, name, value)
             return
         raise _refused(self._immortal_task, "sets", name, sys._getframe(1))
 
     def __delattr__(self, name: str) -> None:
         if self._immortal_task.runs_local_step:
-            delattr(self._immortal_task.tasks.instance, name)
+            delattr(self._immortal_task.subject, name)
             return
         raise _refused(self._immortal_task, "deletes", name, sys._getframe(1))
 
@@ -131,23 +134,25 @@ def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
 class TaskHandler:
     """Handler: a call of it returns an awaitable, and `immortal.step` runs it if it is an own ``def``."""
 
-    __slots__ = ("_target", "_task")
+    __slots__ = ("_front", "_target", "_task")
 
-    def __init__(self, task: Task, target: Target) -> None:
+    def __init__(self, task: Task, target: Target, front: tuple[Any, ...] = ()) -> None:
+        """Make it. ``front``: the key, of a handler of a keyed class itself."""
         self._task = task
         self._target = target
+        self._front = front
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Awaitable[Any]:
         task, target = self._task, self._target
         if target.is_overridden:  # the log would call the overriding one
-            coroutine: Awaitable[Any] = target.called.function(TaskSelf(task), *arguments, **keywords)
+            coroutine: Awaitable[Any] = target.called.function(TaskSelf(task), *self._front, *arguments, **keywords)
             return coroutine
         if not target.is_call:
             raise UsageError(
                 f"{place_of(sys._getframe(1))}: self.{self.__name__}(...) in an async handler: a 'def' handler of its "
                 f"own is a step there: await immortal.step(self.{self.__name__}, ...)"
             )
-        bound = target.codec.bind(arguments, keywords)
+        bound = target.codec.bind((*self._front, *arguments), keywords)
         _ = target.codec.decode_result  # raises here, at the place of the call
         return Call(task, target, bound)
 
@@ -163,14 +168,15 @@ class TaskHandler:
             raise UsageError(f"immortal.step({whose}): a 'def' handler of its own was expected: await {whose}(...)")
         if target.is_overridden:  # the log would run the overriding one
             function = MethodType(target.called.function, task.tasks.instance)
-            return LocalStep(task, LocalFunction(function, keywords), arguments)
-        bound = target.codec.bind(arguments, keywords)
+            return LocalStep(task, LocalFunction(function, keywords), (*self._front, *arguments))
+        bound = target.codec.bind((*self._front, *arguments), keywords)
         _ = target.codec.decode_result  # raises here, at the place of the step
         return Step(task, target, bound)
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
         task, target = self._task, self._target
         if not task.is_silent:
+            arguments = *self._front, *arguments
             if target.codec.may_hold_untyped:
                 codec = target.codec
                 arguments, keywords = codec.apart(codec.exactly(codec.bind(arguments, keywords)))
@@ -258,11 +264,9 @@ class TaskMulticastMethod:
             make_multicast_fork(context, self._destinations, self._handler, self._scope)(*arguments, **keywords)
 
 
-class _ByKey:
-    __slots__ = ("_find",)
+def _own_handler(task: Task, target: Target) -> TaskHandler:
+    return TaskHandler(task, target, (task.key,) if target.called.is_keyed else ())
 
-    def __init__(self, find: Callable[[str], Any]) -> None:
-        self._find = find
 
-    def __getattr__(self, key: str) -> Any:
-        return self._find(key)
+def _peer(task: Task, source: Peer | Peers) -> TaskPeer | KeyPeers:
+    return TaskPeer(task, source) if isinstance(source, Peer) else KeyPeers(source, lambda one: TaskPeer(task, one))

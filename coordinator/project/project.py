@@ -17,12 +17,13 @@ name, and @package@ for the name of its package.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,7 +103,7 @@ class Project:
                 planned[one.name] = one
         return list(planned.values())
 
-    def _planned(self, given: GivenService, listings: dict[object, ModuleListing]) -> Iterator[ServiceSpec]:
+    def _planned(self, given: GivenService, listings: dict[object, ModuleListing]) -> list[ServiceSpec]:
         """Return the instances of one table. ``listings``: imported modules, by module and environment."""
         module, _, class_name = given.app.partition(":")
         if not class_name:
@@ -111,7 +112,23 @@ class Project:
         if key not in listings:
             listings[key] = discover_services(module, self.folder, self.environment(given.environment))
         stand_ins = self._files_of(name.partition(":")[0] for name in given.effects.values())
-        return _planned(given, module, class_name, listings[key], stand_ins)
+        planned = list(_planned(given, module, class_name, listings[key], stand_ins))
+        self._require_shards(given, planned)
+        return planned
+
+    def _require_shards(self, given: GivenService, planned: Sequence[ServiceSpec]) -> None:
+        """Check that the keys of a keyed class are in the shards of this plan, if they are registered at all. Raises
+        ProjectError."""
+        names = itertools.takewhile(self._is_registered, (f"{given.name}-{number}" for number in itertools.count(1)))
+        registered = [name for name in (given.name,) if self._is_registered(name)] + list(names)
+        if SHARD_VARIABLE in planned[0].environment and registered and registered != [one.name for one in planned]:
+            raise ProjectError(
+                f"{given.place}: count = {given.count} for {given.name!r}, whose keys are in {', '.join(registered)}: "
+                f"keys can't move to other shards yet. Set count as it was, or give up keys: 'immortal unregister NAME'"
+            )
+
+    def _is_registered(self, name: str) -> bool:
+        return (self.home / f"{name}.toml").exists()
 
     def _files_of(self, modules: Iterable[str]) -> set[str]:
         """Return the real paths of those ``modules`` that are files in the project's folder."""
@@ -127,6 +144,7 @@ class Project:
                 name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()  # order_book for OrderBook
                 given = GivenService(name, f"{module}:{class_name}", str(self.file))
                 planned += _planned(given, module, class_name, found)
+                self._require_shards(given, planned[-1:])
         if not planned:
             raise ProjectError(f"{self.file} has no service: a class below immortal.Immortal")
         return planned
@@ -218,14 +236,15 @@ def _planned(
         known = ", ".join(own) or "none"
         raise ProjectError(f"{given.place}: {module!r} has no service {class_name!r}; there are: {known}")
     service = listing.services[class_name]
-    for name in _names(given):
+    for number, name in enumerate(_names(given), 1):
+        shard = {SHARD_VARIABLE: f"{number}/{given.count}"} if service.is_keyed else {}
         yield ServiceSpec(
             name=check_instance_name(name),
             app=f"{module}:{class_name}",
             versions=tuple(service.versions),
             files=tuple(sorted({*listing.files, *files})),
             calls=tuple(service.peers),
-            environment=given.environment,
+            environment={**given.environment, **shard},
             effects=given.effects,
             settings=given.settings,
         )
@@ -247,6 +266,7 @@ def _module_of(file: str) -> str:
 FILE_NAME = "immortal.toml"
 PEER_DEFAULT = "tcp://127.0.0.1:*"
 COUNT_MAX = 1000
+SHARD_VARIABLE = "IMMORTAL_SHARD"  # of the app: appsdk/running/options.py
 _FILE = re.compile(r"(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*\.py")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _OF_ONE = ("app_port", "app_send_port", "app_socket", "log", "log_key")  # no two instances can have the same
@@ -394,11 +414,12 @@ class ModuleImportError(ImmortalError):
 
 class DiscoveredService(msgspec.Struct, frozen=True):
     """Service class in a module. ``versions``: those that it can run, its own first. ``peers``: the instances that it
-    calls. ``is_own``: True if the module defines it, in its newest version."""
+    calls. ``is_own``: True if the module defines it, in its newest version. ``is_keyed``: its class is keyed."""
 
     versions: list[int]
     peers: list[str]
     is_own: bool
+    is_keyed: bool = False
 
 
 class ModuleListing(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import date
 
 import immortal
-from immortal import Immortal, impulse, query, rpc
+from immortal import Immortal, Personal, impulse, query, rpc
 
 
 @dataclass
@@ -59,6 +59,10 @@ class Shop(Immortal):
         immortal.signal(f"approved {number}", by)
 
     @rpc
+    def post(self, address: Personal[str]) -> int:
+        return len(address.value or "")
+
+    @rpc
     def fail(self) -> None:
         raise RuntimeError("the secret is 1234")
 
@@ -69,6 +73,30 @@ class Shop(Immortal):
     @impulse
     def hidden(self) -> None:
         pass
+
+
+class Cart(Immortal, keyed=int):
+    items: dict[str, int]
+
+    def __init__(self) -> None:
+        self.items = {}
+
+    @rpc
+    def add(self, item: str, n: int = 1) -> int:
+        self.items[item] = self.items.get(item, 0) + n
+        return self.items[item]
+
+    @rpc
+    async def wait(self) -> str:
+        return f"{immortal.key()} {await immortal.event('go', str)}"
+
+    @rpc
+    def go(self, text: str) -> None:
+        immortal.signal("go", text)
+
+    @query
+    def all(self) -> dict[str, int]:
+        return self.items
 '''
 TEA = {"item": {"name": "tea", "count": 2}, "day": "2026-11-28"}
 
@@ -136,6 +164,14 @@ def test_calls_and_queries(gateway: Gateway) -> None:
     assert gateway.ask("POST", "/shop/total", {"front": "rum"})[:2] == (200, 1)
 
 
+def test_a_personal_value(folder: Path, gateway: Gateway) -> None:
+    pytest.importorskip("cryptography")
+    assert gateway.ask("POST", "/shop/post", {"address": {"subject": "ann", "value": "plugh"}})[:2] == (200, 5)
+    shown = immortal(folder, "log", "show", "shop")
+    assert "personal: 'ann'" in shown
+    assert "plugh" not in shown
+
+
 def test_a_call_with_a_key_is_made_once_whatever_is_killed(folder: Path, shop: Run, gateway: Gateway) -> None:
     before = total(gateway)
     first = gateway.ask("POST", "/shop/order", TEA, Idempotency_Key="order 1")
@@ -186,8 +222,10 @@ def test_a_call_is_cancelled(gateway: Gateway) -> None:
         ("POST", "/shop/order", {"item": {"name": "x"}}, 422, "arguments", "'day'"),
         ("POST", "/shop/order", {**TEA, "other": 1}, 422, "arguments", "'other'"),
         ("POST", "/shop/order", [1, 2, 3], 422, "arguments", "argument 1"),
+        ("POST", "/shop/post", ["Main Street"], 422, "arguments", 'Expected {"subject": the person\'s ID'),
+        ("POST", "/shop/post", [{"subject": "", "value": 1}], 422, "arguments", "the ID of a person was expected"),
         ("POST", "/shop/order", "x", 400, "json", "an object, by name"),
-        ("POST", "/shop/nothing", None, 404, "no-handler", "approve, decide, fail, order, total"),
+        ("POST", "/shop/nothing", None, 404, "no-handler", "approve, decide, fail, order, post, total"),
         ("POST", "/shop/hidden", None, 404, "no-handler", ""),
         ("POST", "/other/order", None, 404, "no-instance", "shop"),
         ("GET", "/shop/order", None, 405, "method", "POST"),
@@ -226,6 +264,42 @@ def test_a_token_is_asked_for(folder: Path, shop: Run) -> None:
         assert made.ask("GET", "/shop/total", Authorization=f"Bearer {token.read_text()}")[0] == 200
     finally:
         made.run.kill()
+
+
+def test_keys_of_two_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path
+    (folder / "shop.py").write_text(SHOP)
+    runs = []
+    for number in (1, 2):
+        immortal(folder, "register", f"carts-{number}", "--peer", "tcp://127.0.0.1:*")
+        monkeypatch.setenv("IMMORTAL_SHARD", f"{number}/2")
+        runs.append(Run(folder, f"carts-{number}", "shop:Cart"))
+    try:
+        for run in runs:
+            run.line("ready")
+        made = Gateway(folder, "carts")
+        runs.append(made.run)
+        headers = {"Idempotency_Key": "one"}
+        for key in range(6):
+            for _ in range(2):  # the second one is the first one's request again, and of this key alone
+                assert made.ask("POST", f"/carts/{key}/add", {"item": "tea", "n": key}, **headers)[:2] == (200, key)
+            assert made.ask("GET", f"/carts/{key}/all")[:2] == (200, {"tea": key})
+        started = made.ask("POST", "/carts/3/wait?wait=0", {})
+        where = started[2]["location"]
+        assert where.startswith("/carts/3/calls/wait:")
+        assert made.ask("GET", where)[1]["status"] == "waiting"
+        assert made.ask("POST", "/carts/4/go", ["for another"])[0] == 200
+        assert made.ask("POST", "/carts/3/go", ["now"])[0] == 200
+        assert made.ask("GET", f"{where}/result")[:2] == (200, "3 now")
+        assert made.ask("POST", "/carts/tea/add", {"item": "tea"})[0] == 422
+        assert made.ask("POST", "/carts/add", {"item": "tea"})[1]["detail"] == "/carts/KEY/HANDLER was expected"
+        path = made.ask("GET", "/openapi.json")[1]["paths"]["/carts/{key}/add"]
+        assert path["parameters"][0]["schema"] == {"type": "integer"}
+        schema = path["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert list(schema["properties"]) == ["item", "n"]
+    finally:
+        for run in runs:
+            run.kill()
 
 
 def test_the_description(folder: Path, gateway: Gateway) -> None:

@@ -2,7 +2,8 @@
 
 `POST /shop/order` takes the arguments as JSON, an object by name or an array by position. With the header
 Idempotency-Key a repeated request makes the call once. `?wait=0` answers as soon as the instance has
-the call, with the address of its result. A gateway keeps nothing: it can be killed at any moment.
+the call, with the address of its result. `POST /carts/ann/add` is for a key of a keyed class. A gateway keeps nothing:
+it can be killed at any moment.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import hashlib
 import hmac
 import inspect
 import json
+import typing
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
@@ -43,6 +46,8 @@ from immortal.appsdk.integrations.asgi.middleware import (
 )
 from immortal.appsdk.integrations.asgi.services import Service
 from immortal.appsdk.state.tree import to_json, tree
+from immortal.appsdk.types.personal import Personal
+from immortal.appsdk.types.registry import describe_received
 from immortal.protocol import decoding
 
 BODY_SIZE_BYTES_MAX = 16 << 20  # also the limit of a call's arguments
@@ -80,16 +85,17 @@ def gateway(services: Iterable[Service[Any]], *, token: str | None = None, title
             for one in instances.values():
                 await one.service.close()
 
-    calls = "/{instance}/calls/{call}"
+    routes = [Route("/openapi.json", described)]
+    for front in ("/{instance}", "/{instance}/{key}"):
+        routes += [
+            Route(f"{front}/calls/{{call}}", _status, methods=["GET"]),
+            Route(f"{front}/calls/{{call}}", _cancel, methods=["DELETE"]),
+            Route(f"{front}/calls/{{call}}/result", _result, methods=["GET"]),
+            Route(f"{front}/{{handler}}", _call, methods=["POST"]),
+            Route(f"{front}/{{handler}}", _query, methods=["GET"]),
+        ]
     app = Starlette(
-        routes=[
-            Route("/openapi.json", described),
-            Route(calls, _status, methods=["GET"]),
-            Route(calls, _cancel, methods=["DELETE"]),
-            Route(f"{calls}/result", _result, methods=["GET"]),
-            Route("/{instance}/{handler}", _call, methods=["POST"]),
-            Route("/{instance}/{handler}", _query, methods=["GET"]),
-        ],
+        routes=routes,
         middleware=[Middleware(_Bearer, token=token)],
         exception_handlers=dict.fromkeys((RefusedRequest, ClientError, HTTPException), _failed),
         lifespan=closing,
@@ -106,9 +112,20 @@ class _Instance:
         self.definition = definition
         self.handlers = public_handlers(definition)
 
-    def proxy(self, timeout_s: float) -> Any:
-        made: Any = Proxy(self.service._client(), self.definition, self.service.name, timeout_s, None)
-        return made
+    def proxy(self, request: Request, timeout_s: float) -> Any:
+        """Return the proxy that ``request`` calls: of its key, in a keyed class. Raises RefusedRequest."""
+        name, kind, given = self.service.name, self.definition.keyed, request.path_params
+        if (kind is None) is ("key" in given):
+            path = f"/{name}/HANDLER" if kind is None else f"/{name}/KEY/HANDLER"
+            raise RefusedRequest(Problem("key", 404, "The path does not fit the instance", f"{path} was expected"))
+        shards = self.service._clients()
+        made: Any = Proxy(shards[0], self.definition, name, timeout_s, None, shards=shards)
+        if kind is None:
+            return made
+        try:
+            return made[_of_text(kind, given["key"])]
+        except TypeError as error:
+            raise RefusedRequest(problem_of_misfit(error)) from None
 
 
 class _Bearer:
@@ -145,16 +162,22 @@ async def _call(request: Request) -> Response:
     instance, handler = _handler(request)
     arguments = _arguments(handler, await _body(request))
     wait_s = _wait_s(request, instance.service._timeout_s)
-    proxy = instance.proxy(wait_s or instance.service._timeout_s)
+    proxy = instance.proxy(request, wait_s or instance.service._timeout_s)
     if (key := given_key(request)) is not None:
-        parts = "\n".join((instance.service.name, handler.name, key))
+        parts = "\n".join((_path_of(request), handler.name, key))
         proxy = with_key(proxy, hashlib.blake2b(parts.encode(), digest_size=20).hexdigest())
     method = getattr(proxy, handler.name)
     if wait_s > 0:
         return _json(await _made(handler, lambda: method(*arguments[0], **arguments[1])))
     started = await _made(handler, lambda: start(method, *arguments[0], **arguments[1]))
-    where = f"{request.scope.get('root_path', '')}/{instance.service.name}/calls/{started.id}"
+    where = f"{request.scope.get('root_path', '')}/{_path_of(request)}/calls/{started.id}"
     return _json({"id": started.id, "status": "waiting"}, 202, {"Location": where})
+
+
+def _path_of(request: Request) -> str:
+    """Return the path of what a request calls: an instance, and of a keyed class the key."""
+    given = request.path_params
+    return "/".join(quote(given[one], safe="") for one in ("instance", "key") if one in given)
 
 
 async def _query(request: Request) -> Response:
@@ -163,7 +186,7 @@ async def _query(request: Request) -> Response:
         raise RefusedRequest(Problem("method", 405, f"{handler.name} is no query: it is called by POST"))
     hints = resolve_hints(handler.function)
     given = {name: _of_text(hints.get(name, Any), text) for name, text in request.query_params.items()}
-    asked = getattr(instance.proxy(instance.service._timeout_s).query, handler.name)
+    asked = getattr(instance.proxy(request, instance.service._timeout_s).query, handler.name)
     return _json(await _made(handler, lambda: asked(**_arguments(handler, given)[1])))
 
 
@@ -225,7 +248,7 @@ def _started(request: Request) -> tuple[_Instance, Any]:
     try:
         if given.partition(":")[0] not in instance.handlers:
             raise TypeError
-        return instance, handle(instance.proxy(instance.service._timeout_s), given)
+        return instance, handle(instance.proxy(request, instance.service._timeout_s), given)
     except (TypeError, AttributeError):
         detail = f"{given!r}: the id that the call was answered with was expected, such as order:3f2a..."
         raise RefusedRequest(Problem("no-call", 404, "There is no such call", detail)) from None
@@ -279,11 +302,22 @@ def _arguments(handler: Handler[Any, Any], given: dict[str, Any] | list[Any]) ->
 
 def _converted(name: str, kind: Any, value: Any) -> Any:
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, dec_hook=_personal)
     except msgspec.ValidationError as error:
         raise RefusedRequest(problem_of_misfit(TypeError(f"{name}: {error}"))) from None
     except TypeError:  # JSON has no form for the type: the call reports a misfit
         return value
+
+
+def _personal(kind: Any, value: Any) -> Any:
+    """Make a personal value of {"subject": ..., "value": ...}. Raises ValueError for other types, which JSON lacks."""
+    cls = typing.get_origin(kind) or kind
+    if cls is Personal and isinstance(value, dict) and value.keys() == {"subject", "value"}:
+        return Personal(**value)
+    if isinstance(value, cls):
+        return value
+    wanted = '{"subject": the person\'s ID, "value": ...}' if cls is Personal else f"`{cls.__qualname__}`"
+    raise ValueError(f"Expected {wanted}, got {describe_received(value)}")
 
 
 def _of_text(kind: Any, text: str) -> Any:
@@ -321,7 +355,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 def public_handlers(definition: Definition) -> dict[str, Handler[Any, Any]]:
     """Return the handlers open to requests: @rpc and @query methods whose names begin with no underscore."""
-    found = definition.handlers.values()
+    found = (definition.objects or definition).handlers.values()
     return {one.name: one for one in found if one.decorator in _CALLED and not one.name.startswith("_")}
 
 
@@ -331,7 +365,11 @@ def openapi(definitions: Mapping[str, Definition], title: str) -> dict[str, Any]
     paths: dict[str, Any] = {}
     for name, definition in definitions.items():
         for handler in public_handlers(definition).values():
-            paths[f"/{name}/{handler.name}"] = _path(name, handler, schemas)
+            key = "" if definition.keyed is None else "/{key}"
+            paths[f"/{name}{key}/{handler.name}"] = path = _path(name, handler, schemas)
+            if key:
+                said = {"name": "key", "in": "path", "required": True, "schema": _schema(definition.keyed, schemas)}
+                path["parameters"] = [said]
     security = {"token": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",

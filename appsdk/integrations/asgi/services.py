@@ -7,12 +7,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar, Unpack, overload
 
 from starlette.requests import HTTPConnection
 
 from immortal.appsdk.client import Connector, ReachOptions, connect
 from immortal.appsdk.client.clients import AsyncClient, Proxy, ProxyMethod
+from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import ClientError
 from immortal.appsdk.client.methods import Method
 from immortal.appsdk.errors import UsageError
@@ -60,9 +62,9 @@ class RequestCalls:
 class RequestClient:
     """AsyncClient for the calls of one request, by the client of ``service`` on the server's loop."""
 
-    def __init__(self, service: Service[Any], calls: RequestCalls) -> None:
+    def __init__(self, service: Service[Any], calls: RequestCalls, finder: Finder) -> None:
         self._service = service
-        self._client = service._client
+        self._client = partial(service._client, finder)
         self._calls = calls
 
     @property
@@ -129,10 +131,10 @@ class RequestProxy(Proxy):
     """Proxy that a web handler calls. To a type checker it is the service's class."""
 
     def __init__(self, service: Service[Any], calls: RequestCalls) -> None:
-        client: Any = RequestClient(service, calls)
-        super().__init__(
-            client, service._definition, service.name, service._timeout_s, None, trace_context=calls.trace_context
-        )
+        shards: Any = [RequestClient(service, calls, finder) for finder in service._finder.shards()]
+        context = calls.trace_context
+        definition, timeout_s = service._definition, service._timeout_s
+        super().__init__(shards[0], definition, service.name, timeout_s, None, trace_context=context, shards=shards)
         self._immortal_calls = calls
 
     def _immortal_method(self, method: Method) -> ProxyMethod:
@@ -185,7 +187,7 @@ class Service(Generic[S]):
         self._timeout_s = timeout
         self._count = 0  # of this process's calls that wait
         self._count_max = calls_max
-        self._open: tuple[asyncio.AbstractEventLoop, AsyncClient] | None = None
+        self._open: tuple[asyncio.AbstractEventLoop, dict[str, AsyncClient]] | None = None
 
     def __repr__(self) -> str:
         return f"<service {self.name!r}>"
@@ -212,18 +214,26 @@ class Service(Generic[S]):
         finally:
             self._count -= 1
 
-    def _client(self) -> AsyncClient:
+    def _clients(self) -> list[AsyncClient]:
+        """Return the clients of the running loop, of each shard. Raises NotConnectable, UsageError."""
+        return [self._client(finder) for finder in self._finder.shards()]
+
+    def _client(self, finder: Finder) -> AsyncClient:
         """Return the client of the running loop. Raises NotConnectable, UsageError."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise UsageError(f"{self!r} is called in a 'def' handler: write 'async def', and await its calls") from None
         if self._open is None or self._open[0] is not loop:  # another loop, as of a test client whose own has ended
-            self._open = (loop, AsyncClient(self._finder, None))
-        return self._open[1]
+            self._open = (loop, {})
+        clients = self._open[1]
+        if finder.name not in clients:
+            clients[finder.name] = AsyncClient(finder, None)
+        return clients[finder.name]
 
     async def close(self) -> None:
         """Close the connection. Waiting calls end with ClientClosed; the next request opens a new connection."""
         opened, self._open = self._open, None
         if opened is not None and opened[0] is asyncio.get_running_loop():
-            await opened[1].close()
+            for client in opened[1].values():
+                await client.close()
