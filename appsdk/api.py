@@ -12,6 +12,7 @@ from immortal.appsdk.running.runner import run
 from immortal.appsdk.state.schema import Transient
 from immortal.appsdk.state.table import Table, table
 from immortal.appsdk.types.handles import Handle
+from immortal.appsdk.types.personal import Personal
 from immortal.appsdk.types.registry import register_type
 from immortal.appsdk.waiting.loop import Winner
 
@@ -26,6 +27,7 @@ __all__ = [
     "Immortal",
     "Impulses",
     "Node",
+    "Personal",
     "Retry",
     "Table",
     "Transient",

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from immortal.bench import hops
 from immortal.bench.fleet_apps import STATE_SIZE_VARIABLE
 from immortal.bench.harness import DISK, IMMORTAL, Context, Figure, Target, latency, rate, values
 from immortal.bench.processes import (
@@ -35,6 +36,7 @@ CALL_APPS = {"caller": f"{APPS}:Caller", "callee": f"{APPS}:Callee"}
 SIZE_BYTES = 16
 DISK_BLOCK_SIZE_BYTES = 4 << 10  # about what the commit of a small record writes
 TURNS_S_MAX = 120.0
+WHERE_CALLS = 1_000  # of a turn
 
 
 class Caller:
@@ -127,6 +129,35 @@ def cpu_per_call(what: str, results: Sequence[Measured]) -> Figure:
     samples = {name: [1e6 * one.cpu_s[name] / one.calls for one in results] for name in results[0].cpu_s}
     samples["all processes"] = [one.cpu_us for one in results]
     return Figure(f"{what}: CPU", "µs per call", "lower", samples)
+
+
+# `immortal bench --calls --where`
+
+
+def where(context: Context, size_bytes: int = SIZE_BYTES) -> list[Figure]:
+    """Measure the hops of one awaited call, in µs, beside the calls in the same processes without stamps."""
+    samples: dict[str, list[float]] = {}
+    with context.home() as home, immortal_caller(home / "plain") as plain:
+        stamps = home / "stamps"
+        stamps.mkdir()
+        services = register(home / "stamped", dict(CALL_APPS), {hops.FOLDER_VARIABLE: str(stamps)})
+        for one in services.values():
+            one.runner = ("immortal.bench.hops",)
+        with running(services):
+            stamped = Caller("stamped", processes_of(services), partial(check_all_alive, services))
+            pids = {
+                (name, what): process.pid
+                for name, one in services.items()
+                for what, process in zip((hops.COORDINATOR, hops.APP), one.processes(), strict=True)
+            }
+            warm, calls = plain.about(WHERE_CALLS), min(WHERE_CALLS, hops.STAMPS_MAX // 64)
+            for _ in range(context.amounts.repeats):
+                context.progress("one awaited call, hop by hop")
+                samples.setdefault("p50 without stamps", []).append(plain.about(warm.calls).p50_us)
+                samples.setdefault("p50 with stamps", []).append(stamped.about(calls).p50_us)
+                for name, time_us in hops.hops(stamps, pids, calls).items():
+                    samples.setdefault(name, []).append(time_us)
+    return [Figure(f"{size_bytes} B: {name}", "µs", "lower", {IMMORTAL: some}) for name, some in samples.items()]
 
 
 # `immortal bench --embedded`

@@ -103,7 +103,12 @@ class BenchError(ImmortalError):
 
 
 class Service:
-    """Instance of a benchmark: its coordinator and its app. Output that nobody reads goes to files in the registry."""
+    """Instance of a benchmark: its coordinator and its app. Output that nobody reads goes to files in the registry.
+
+    ``runner``: a module that runs theirs, as with ``python -m``.
+    """
+
+    runner: tuple[str, ...] = ()
 
     def __init__(self, settings: InstanceSettings, app: str, environment: dict[str, str]) -> None:
         self.settings = settings
@@ -116,14 +121,14 @@ class Service:
         settings = self.settings
         with open(settings.folder / "errors.txt", "a") as errors:
             self.coordinator = subprocess.Popen(
-                [sys.executable, "-P", "-m", "immortal", "coordinator", settings.name],
+                [sys.executable, "-P", "-m", *self.runner, "immortal", "coordinator", settings.name],
                 env=self.environment,
                 stderr=errors,
                 text=True,
                 preexec_fn=die_with_parent(os.getpid()),
             )
             self.app = subprocess.Popen(
-                [sys.executable, "-P", "-m", "immortal.appsdk", self._app],
+                [sys.executable, "-P", "-m", *self.runner, "immortal.appsdk", self._app],
                 cwd=settings.folder,  # an app's modules are imported from there: no bench.py of the user's is found
                 env={
                     **self.environment,

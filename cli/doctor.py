@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -21,10 +23,12 @@ from immortal.coordinator.doctor.finding import Area, note, problem
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.open import log_exists, place_of
 from immortal.coordinator.project.output import Tail, merge_by_time
-from immortal.presenters.status import instance_status
+from immortal.presenters.status import instance_status, problems
 from immortal.protocol.command_line import counted, echo, echo_json, json_option
 
 BUNDLE_LINES_MAX = 1000
+_OF_APP = re.compile(r"\S+ (- |\S+ > )")
+_PAYLOAD = re.compile(r"(\b\w+\.\w+\(|\braised \w+: |//[^@/\s]*:(?=[^@/\s]*@)).*")
 
 
 @click.command()
@@ -67,6 +71,8 @@ def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
     place = place_of(settings.log)
     lines, holder = place.durability(), place.holder()
     findings = [*examine_instance(registry, settings), *_state(settings)]
+    if "pid" in (row := instance_status(registry, name)):  # _state speaks of what is unsaved
+        findings += [note(Area.HOME, text, "", "") for text in problems(row | {"unsaved": None})]
     if as_json:
         shown = msgspec.to_builtins(findings)
         echo_json({"log": place.where, "writer": holder, "crashes": lines, "findings": shown})
@@ -81,17 +87,17 @@ def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
 def write_bundle(registry: Registry, path: Path, names: list[str] | None = None) -> None:
     """Write the parts of the home, or of some instances, that a bug report needs, and list them.
 
-    Left out: logs, checkpoints, keys, and the output of apps, which can hold anybody's data.
+    Left out: logs, checkpoints, keys, and what can hold anybody's data: the output of apps, arguments of calls, texts
+    of exceptions.
     """
     files: dict[str, bytes] = {"findings.json": _json(list(examine(registry)))}
-    found = registry.names() if names is None else names
-    for one in found:
+    for one in registry.names() if names is None else names:
         files[f"{one}/status.json"] = _json(instance_status(registry, one))
         with contextlib.suppress(ConfigError):  # the findings report it
             files[f"{one}/settings.json"] = _json(registry.load(one))
         lines = [line for _, line in merge_by_time([Tail(registry.home, one)], BUNDLE_LINES_MAX)]
         if lines:
-            own = [hide_secrets(line) for line in lines if line.split(" ", 2)[1:2] != ["-"]]
+            own = [_shown(line) for line in lines if not _OF_APP.match(line)]
             left_out = f"# {counted(len(lines) - len(own), 'line')} of the app left out"
             files[f"{one}/output.txt"] = "\n".join([*own, left_out, ""]).encode()
     mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -104,14 +110,26 @@ def write_bundle(registry: Registry, path: Path, names: list[str] | None = None)
 
 
 def _json(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n"
+    plain = _shown(msgspec.to_builtins(value, enc_hook=str))
+    return msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n"
+
+
+def _shown(value: Any) -> Any:
+    """Return ``value`` with secrets and payloads hidden in its texts."""
+    if isinstance(value, dict):
+        return {key: _shown(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shown(one) for one in value]
+    return _PAYLOAD.sub(r"\1***", hide_secrets(value)) if isinstance(value, str) else value
 
 
 def _state(settings: InstanceSettings) -> Iterator[Finding]:
     if not log_exists(settings.log):
         return
     state = check_state_is_savable(settings)
-    if state.problem:
+    if state.divergence:
+        yield problem(Area.HOME, state.divergence, "its next start stops there", "the code that made these calls")
+    elif state.problem:
         why = "it works on, without checkpoints: its log grows, and its recoveries take longer"
         ways = "'immortal skip' of that message (--handled while it is stopped), new code, or a codec for the type"
         yield problem(Area.HOME, f"{settings.name}: {state.problem}", why, ways)

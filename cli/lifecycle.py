@@ -22,7 +22,7 @@ from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.backend import Place
-from immortal.coordinator.log.open import is_locked, log_exists, place_of
+from immortal.coordinator.log.open import is_locked, place_of
 from immortal.coordinator.operator import control
 from immortal.coordinator.service.supervisor import RESTART_SIGNAL
 from immortal.presenters.status import operator_name
@@ -51,7 +51,7 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
     settings = registry.load(name)
     found = control.supervisor(settings.folder) or control.running(settings.folder)
     if found is None:
-        _refuse_strangers(settings)
+        refuse_strangers(settings)
         echo(f"{name} does not run")
         return
     place = place_of(settings.log)
@@ -78,10 +78,15 @@ def restart(registry: Registry, name: str, timeout_s: float) -> None:
 
     'immortal run' does it, which goes on. An upgrade that was asked for is done at the same time.
     """
-    settings = registry.load(name)
+    echo(restart_instance(registry.load(name), timeout_s))
+
+
+def restart_instance(settings: InstanceSettings, timeout_s: float) -> str:
+    """Restart an instance as :func:`restart` does; return what is said of it. Raises FailedError."""
+    name = settings.name
     found, before = control.supervisor(settings.folder), control.running(settings.folder)
     if found is None:
-        raise FailedError(_nobody_starts(settings, before))
+        raise FailedError(nobody_starts(settings, before))
     mark = upgrade_mark.read(settings.folder)
     with _Process(found) as process:
         process.send(RESTART_SIGNAL)
@@ -93,7 +98,7 @@ def restart(registry: Registry, name: str, timeout_s: float) -> None:
     if mark is not None and mark.pending and (now := upgrade_mark.read(settings.folder)) is not None and now.problem:
         failed = f"the upgrade to version {now.to} failed: {now.problem}"
         raise FailedError(f"{name} is up again with version {status['version']}; {failed}")
-    echo(f"{name} is up again: version {status['version']}, process {status['pid']}")
+    return f"{name} is up again: version {status['version']}, process {status['pid']}"
 
 
 class _Process:
@@ -199,10 +204,10 @@ def _working_status(settings: InstanceSettings, before: control.ControlFile | No
     return status if status is not None and status["phase"] in _WORKS else None
 
 
-def _nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) -> str:
+def nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) -> str:
     name = settings.name
     if coordinator is None:
-        _refuse_strangers(settings)
+        refuse_strangers(settings)
         return f"{name} does not run: 'immortal run {name}' starts it"
     return (
         f"the coordinator of {name!r}, process {coordinator.pid}, was started without 'immortal run', so nobody would "
@@ -210,7 +215,7 @@ def _nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) 
     )
 
 
-def _refuse_strangers(settings: InstanceSettings) -> None:
+def refuse_strangers(settings: InstanceSettings) -> None:
     """Raise FailedError if a process that can't be asked holds the log, such as one that is just starting by hand."""
     place = place_of(settings.log)
     if place.is_shared and (holder := place.holder()) is not None:
@@ -229,10 +234,9 @@ def _heir(place: Place) -> str | None:
 
 def checkpoint_at_stop(settings: InstanceSettings) -> str:
     """Describe the checkpoint that the next start begins with, as the log says; "" if there is none."""
-    if not log_exists(settings.log):
+    summary = own_logs.summary_of(settings)
+    if summary is None:
         return ""
-    with own_logs.open_reader(settings) as reader:
-        summary = reader.summary()
     if not summary.checkpoints:
         return ", without a checkpoint"
     newest = summary.checkpoints[-1]

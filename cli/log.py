@@ -1,4 +1,4 @@
-"""`immortal log`: all but copy --switch, key, encryption and migrate only read, also beside a running coordinator."""
+"""`immortal log`: all but copy --switch, key, encryption and upgrade only read, also beside a running coordinator."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log.backend import Place
+from immortal.coordinator.log.format import AUTHENTICATED_VERSION, ENCRYPTED_VERSION, FORMAT_VERSION
 from immortal.coordinator.log.open import log_exists, open_reader, place_of
 from immortal.coordinator.log.verify import Backup, back_up
 from immortal.coordinator.log_url import is_in_folder, log_of_instance, split_url
@@ -29,6 +30,7 @@ from immortal.protocol.executions import open_index
 from immortal.replay.app_process import methods_of
 from immortal.replay.plan import RecordedLog
 
+FORMATS = {FORMAT_VERSION: "plain", AUTHENTICATED_VERSION: "authenticated", ENCRYPTED_VERSION: "encrypted"}
 RENEWED_WITHIN_S = 20.0  # by a running coordinator, which may ask a command for the key
 
 
@@ -409,10 +411,20 @@ def encryption(registry: Registry, name: str, renew: bool, as_json: bool) -> Non
 
 @log.command()
 @name_argument
+@click.option("--check", is_flag=True, help="Change nothing; say whether this program reads the log as it is.")
 @pass_registry
-def migrate(registry: Registry, name: str) -> None:
-    """Upgrade the database of NAME's log for this program; connect as the owner of its schema.
+def upgrade(registry: Registry, name: str, check: bool) -> None:
+    """Upgrade what has the log of NAME for this program, and say its format.
 
-    Older programs refuse it from then on: stop all instances with a log there first.
+    A log in a folder is read and written as it is. A database's schema is upgraded by its owner; older programs refuse
+    it from then on: stop all instances with a log there first.
     """
-    echo(place_of(registry.load(name).log).migrate())
+    settings = registry.load(name)
+    if not check and (said := place_of(settings.log).migrate()):
+        echo(said)
+    if log_exists(settings.log):
+        with own_logs.open_reader(settings, check=False) as reader:
+            version = reader.identity.format_version
+        echo(f"the log of {name} has format {version} ({FORMATS[version]}): this program reads and writes it as it is")
+    elif check:
+        echo(f"{name} has no log yet: its first start makes one of this program's format")

@@ -32,7 +32,18 @@ CHECKPOINT_TIMEOUT_S = 60.0
 @pass_registry
 def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -> None:
     """Let a running instance take a checkpoint now, and wait until it is durable."""
-    folder = registry.load(name).folder
+    taken = take_checkpoint(registry.load(name), timeout_s)
+    if as_json:
+        echo_json(taken)
+    else:
+        echo(
+            f"{name}: checkpoint {taken['id']} taken, behind record {taken['sequence_id']}: {taken['size_bytes']} bytes"
+        )
+
+
+def take_checkpoint(settings: InstanceSettings, timeout_s: float) -> dict[str, Any]:
+    """Let a running instance take a checkpoint; return its description once it is durable. Raises FailedError."""
+    name, folder = settings.name, settings.folder
     status = control.query(folder, "status")
     before, failures = _checkpoint_id(status), _failures(status)
     control.query(folder, "checkpoint")
@@ -40,7 +51,8 @@ def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -
     while True:
         status = control.query(folder, "status")
         if _checkpoint_id(status) > before:
-            break
+            taken: dict[str, Any] = status["checkpoint"]
+            return taken
         if _failures(status) > failures:
             raise FailedError(f"{name} has {format_unsaved(status)}")
         if time.monotonic() > deadline_s:
@@ -49,13 +61,6 @@ def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -
                 f"and takes one as soon as its app answers ('immortal status {name}')"
             )
         time.sleep(POLL_S)
-    taken = status["checkpoint"]
-    if as_json:
-        echo_json(taken)
-    else:
-        echo(
-            f"{name}: checkpoint {taken['id']} taken, behind record {taken['sequence_id']}: {taken['size_bytes']} bytes"
-        )
 
 
 def _checkpoint_id(status: dict[str, Any]) -> int:

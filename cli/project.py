@@ -21,9 +21,9 @@ from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.operator import control
 from immortal.coordinator.project.project import TEMPLATES, make_project
 from immortal.coordinator.project.run_lock import RunLockHolder, hold, holder
+from immortal.protocol import shared_registry
 from immortal.protocol.command_line import FailedError, echo, echo_lines
 from immortal.protocol.files import is_living, make_folder, opener
-from immortal.protocol.shared_registry import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,13 +45,14 @@ def project_of(ctx: click.Context, path: Path | None) -> tuple[Project, Registry
     from immortal.coordinator.project.project import find_project
 
     main = ctx.find_root()
-    if is_url(main.params["home"]):
+    if shared_registry.is_url(main.params["home"]):
         raise RegistryError(
             "a project has a registry of its own, in a folder: leave --home and IMMORTAL_HOME out, or name a folder;"
             " services of many machines are run one by one, with 'immortal run'"
         )
     given = main.get_parameter_source("home") not in (None, ParameterSource.DEFAULT)
     project = find_project(path, Path(main.params["home"]).absolute() if given else None)
+    shared_registry.chosen_home = project.home
     return project, Registry(project.home)
 
 

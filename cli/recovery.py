@@ -46,8 +46,8 @@ from immortal.protocol.messages import MessageType, RpcKind
 from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, TEXT_CHARACTERS_MAX, Verdict, VerdictKind
 from immortal.replay import AppCommand, ReplayPlan, run_replay
 from immortal.replay.app_process import default_app
-from immortal.replay.plan import ReplayError, StateUnsavedError
-from immortal.replay.result import Sink
+from immortal.replay.plan import ReplayError, StateUnsavedError, plan_route
+from immortal.replay.verify import ProvingSink
 
 FINDINGS_SHOWN_MAX = 20
 
@@ -71,7 +71,8 @@ def recover(
 ) -> None:
     """Say what a recovery of NAME would do, what is damaged and what helps. It changes nothing.
 
-    Where it can recover, its log is replayed into a copy of its app, to see whether the state can be saved.
+    Where it can recover, its log is replayed into a copy of its app, to see whether that makes the same calls and its
+    state can be saved.
 
     With --truncate-at it cuts the log off there, so that the instance recovers to the state before that record: the
     last resort, where no copy of the log is left. The coordinator must be stopped.
@@ -95,7 +96,9 @@ def _check(settings: InstanceSettings, as_json: bool, *, tries: bool) -> int:
     can_recover = not verification.fatal
     verdict = _verdict(settings.name, verification)
     remedy = None if can_recover else _remedy(settings, verification)
-    state = check_state_is_savable(settings) if can_recover and tries else None
+    state = check_state_is_savable(settings) if can_recover and tries else SavableStateCheck()
+    if state.divergence:
+        can_recover, verdict = False, f"{settings.name} can NOT recover: {state.divergence}"
     if as_json:
         echo_json(
             {
@@ -111,14 +114,15 @@ def _check(settings: InstanceSettings, as_json: bool, *, tries: bool) -> int:
                     for finding in findings
                 ],
                 "remedy": remedy,
-                "unsaved": (state and state.problem) or None,
+                "unsaved": state.problem or None,
+                "diverged": state.divergence or None,
             }
         )
     else:
-        if state is not None and state.problem:
+        if state.problem:
             verdict = verdict.replace(" can recover: it", f" can recover, but {state.problem}; it")
         echo(verdict)
-        if state is not None and state.note:
+        if state.note:
             echo(f"note: {state.note}")
         for finding in findings[:FINDINGS_SHOWN_MAX]:
             echo(f"{finding.severity.value}: {finding.message}")
@@ -369,10 +373,11 @@ STILL_S_MAX = 60.0
 
 class SavableStateCheck(Struct, frozen=True):
     """Result of a check that a state can be saved. ``problem``: why it can't; ``note``: why that is unknown; "": none.
-    ``message``: since which one, (sequence ID, index)."""
+    ``message``: since which one, (sequence ID, index). ``divergence``: where the app makes other calls than it did."""
 
     problem: str = ""
     note: str = ""
+    divergence: str = ""
     message: tuple[int, int] | None = None
 
 
@@ -409,10 +414,12 @@ def check_state_is_savable(settings: InstanceSettings) -> SavableStateCheck:
                 return SavableStateCheck()
             with progress_bar("whether its state can be saved") as advance:
                 command, progress = AppCommand.of(app, settings=settings), _patient(advance)
-                run_replay(reader, ReplayPlan(), command, Sink(), progress=progress)
+                sink = ProvingSink(reader, route := plan_route(ReplayPlan(), reader, summary))
+                result = run_replay(reader, route, command, sink, progress=progress)
+                stops = settings.replay_check in (None, "strict")
+                return SavableStateCheck(divergence=sink.problem(settings.name, result) if stops else "")
     except StateUnsavedError as error:
         return SavableStateCheck(str(error), message=(error.unsaved.sequence_id, error.unsaved.message_index))
     except (ImmortalError, OSError) as error:
         reason = str(error).partition("\n")[0]
         return SavableStateCheck(note=f"whether its state can be saved was not found out: {reason}")
-    return SavableStateCheck()

@@ -96,8 +96,8 @@ def sample(
 
     begin_ns, to_ns = times_of(begin, end)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-        functions = [None if text is None else load_function(text) for text in (keep, redact)]
         seal_process(0)
+        functions = [None if text is None else load_function(text) for text in (keep, redact)]
         made = sample_fleet(
             registry.home,
             folder,

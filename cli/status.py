@@ -23,13 +23,12 @@ from immortal.cli.options import (
     timeout_option,
 )
 from immortal.cli.project import project_of, project_option
-from immortal.coordinator.core.life_cycle.session import WORKS, Phase
 from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances.registry import FOLDER_NAME, Registry, UnknownInstanceError
 from immortal.coordinator.operator import control
 from immortal.coordinator.project.run_lock import holder
 from immortal.presenters.operations import format_waits
-from immortal.presenters.status import _keys, age_text, format_unsaved, instance_status, multicasts, problems
+from immortal.presenters.status import READY, _keys, age_text, format_unsaved, instance_status, problems, waits
 from immortal.protocol.command_line import (
     FailedError,
     echo,
@@ -140,7 +139,6 @@ def _output(one: dict[str, Any]) -> str:
 
 
 SILENT_NS = 1_000_000_000  # a process that is waited for longer is named
-_READY = frozenset(phase.value for phase in WORKS | {Phase.FOLLOWING})
 
 
 @click.command()
@@ -162,11 +160,11 @@ def health(registry: Registry, name: str, only_live: bool, ready: bool, timeout_
     folder = _answering(settings.folder)
     status = control.query(folder, "status", timeout_s)
     phase, unsaved = str(status["phase"]), format_unsaved(status)
-    if not only_live and phase not in _READY:
+    if not only_live and phase not in READY:
         raise FailedError(f"{name} is not ready: {phase}")
     echo(f"{name} is {'live' if only_live else 'ready'}: {phase}{f', and has {unsaved}' if unsaved else ''}")
     if not only_live and not ready:
-        for one in multicasts(settings).get("multicasts", ()):
+        for one in waits(settings).get("multicasts", ()):
             if time.time_ns() - one["since_ns"] > SILENT_NS:
                 echo(f"{name}: {format_waits(one)}")
 

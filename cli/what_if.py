@@ -21,6 +21,7 @@ from immortal.cli.options import (
     app_or_hand,
     app_port_option,
     at_least_option,
+    check_folder,
     check_page,
     instance_name,
     name_argument,
@@ -389,8 +390,10 @@ def _fleet(
             raise FailedError(f"{option} needs {', '.join(missing)}: {add_extra(extra)}")
     if page is not None:
         check_page("--html", page)
-    if tables is not None and tables.exists():
-        raise FailedError(f"{tables} is there already: give another name, or remove it first")
+    if tables is not None:
+        check_folder("--parquet", tables)
+        if tables.exists():
+            raise FailedError(f"{tables} is there already: give another name, or remove it first")
     begin_ns, end_ns = times_of(begin, end)
     if live:
         from immortal.cli.what_if_live import MEMORY_MIB, run_live, run_shadows
@@ -416,9 +419,9 @@ def _fleet(
     run: Callable[..., FleetOutcome] = what_if if cluster is None else cluster.what_if
     # The user's modules would print theirs, and handlers for each run.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-        of_user = [None if one is None or one in _EFFECTS else load_function(one) for one in (effects, answer, check)]
         if cluster is None:
             seal_process(handler_limit)
+        of_user = [None if one is None or one in _EFFECTS else load_function(one) for one in (effects, answer, check)]
         outcome = run(
             registry.home,
             dict(changes),

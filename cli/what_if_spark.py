@@ -65,7 +65,7 @@ def propagate(ctx: click.Context, /, home: Path, run: Run, **options: Any) -> No
         for param in _fleet.params
         if isinstance(param, click.Option) and param.name in given and param.name not in ("page", "tables", "as_json")
     }
-    start = partial(ctx.with_resource, open_spark(run, "what-if", "replaying"))
+    start = partial(ctx.with_resource, open_spark(run, "what-if", "replaying", [str(home)]))
     cluster = Cluster(start, home, options, passed, strict=run.strict)
     ctx.obj, ctx.meta["cluster"], ctx.meta["arguments"] = Registry(home), cluster, []
     try:

@@ -72,6 +72,7 @@ class Instance:
         self._folder, self._environment, self._word = folder, environment, word
         self.count = 0
         self._readers: list[threading.Thread] = []
+        self._killed: list[tuple[Kill, float, int]] = []  # not recovered from: the kill, when, and the starts then
         self.start()
 
     def start(self) -> None:
@@ -115,7 +116,13 @@ class Instance:
                         self.starts += 1
                     elif event.get("message") == "ready":
                         self.ready = self.starts
+                        self._note_recovery()
                     self.changed.notify_all()
+
+    def _note_recovery(self) -> None:
+        for kill, killed_s, starts in self._killed:
+            if starts < self.ready and kill.recovery_s is None:
+                kill.recovery_s = time.monotonic() - killed_s
 
     def until_ready(self) -> None:
         """Wait until the last start has become ready. Raises RunError."""
@@ -137,6 +144,14 @@ class Instance:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:  # it ended by itself, after the other one of the two
             return False
+        return True
+
+    def carry_out(self, kill: Kill) -> bool:
+        """Kill as planned, and note the recovery. False if it is too early, because the process is being restarted."""
+        before = kill, time.monotonic(), self.starts
+        if not self.kill(kill.role):
+            return False
+        self._killed.append(before)
         return True
 
     def check(self) -> None:
@@ -215,11 +230,14 @@ class Keeper:
         """False after the last death."""
         return self._thread.is_alive()
 
-    def end(self) -> None:
+    def kill(self) -> None:
         with self._lock:
-            self._ended.set()
             if self._process is not None:
                 self._process.kill()
+
+    def end(self) -> None:
+        self._ended.set()
+        self.kill()
         self._thread.join()
 
 
@@ -244,28 +262,24 @@ def draw_kills(count: int, total: int, names: Iterable[str], roles: Sequence[str
 
 
 def run(
-    home: Path,
-    apps: Mapping[str, str],
-    folder: Path,
-    environment_of: Callable[[str], Mapping[str, str]],
+    names: Iterable[str],
+    make: Callable[[str], Instance],
     word: str,
     counters: Sequence[str],
     total: int,
-    kills: Sequence[Kill],
+    kills: Iterable[Kill],
 ) -> float:
     """Run until ``counters``, some of the instances, have each counted up to ``total``, and all are stopped.
 
-    ``apps``, ``environment_of``: by instance. ``word``: see :class:`Instance`. Returns the seconds until all was
-    counted. Raises RunError.
+    ``make`` starts a registered instance. ``word``: what is counted. Returns the seconds until all was counted. Raises
+    RunError.
     """
-    for name in apps:
-        register(home, name, *KEEP_ALL)
     instances: dict[str, Instance] = {}
     try:
         began_s = time.monotonic()
-        for name, app in apps.items():
-            instances[name] = Instance(name, app, home, folder, environment_of(name), word)
-        _until_counted(instances, [instances[name] for name in counters], word, total, deque(kills))
+        for name in names:
+            instances[name] = make(name)
+        _until_counted(instances, [instances[name] for name in counters], word, total, list(kills))
         elapsed_s = time.monotonic() - began_s
         for instance in instances.values():
             instance.stop()
@@ -276,16 +290,18 @@ def run(
 
 
 def _until_counted(
-    instances: Mapping[str, Instance], counters: Sequence[Instance], word: str, total: int, kills: deque[Kill]
+    instances: Mapping[str, Instance], counters: Sequence[Instance], word: str, total: int, kills: list[Kill]
 ) -> None:
     columns = (TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         bar, kills_bar = progress.add_task(word, total=total), progress.add_task("kills", total=len(kills))
         moved_s, before = time.monotonic(), -1
         while (count := min(one.count for one in counters)) < total or kills:
-            if kills and count >= kills[0].count and instances[kills[0].name].kill(kills[0].role):
-                kills.popleft()
-                progress.advance(kills_bar)
+            for kill in list(kills):
+                victim = instances[kill.name]
+                if (victim.count if victim in counters else count) >= kill.count and victim.carry_out(kill):
+                    kills.remove(kill)
+                    progress.advance(kills_bar)
             progress.update(bar, completed=count)
             for instance in instances.values():
                 instance.check()

@@ -71,6 +71,7 @@ __all__ = [
     "Immortal",
     "Impulses",
     "Node",
+    "Personal",
     "Retry",
     "Table",
     "Transient",

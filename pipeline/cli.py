@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,6 +67,7 @@ class Run:
     strict: bool
     settings: dict[str, str]
     as_json: bool
+    lineage: bool = False
 
 
 def spark_options(job: Function) -> Any:
@@ -79,6 +80,7 @@ def spark_options(job: Function) -> Any:
         strict: bool,
         settings: dict[str, str],
         env: Path | None,
+        lineage: bool,
         as_json: bool,
         **more: Any,
     ) -> Any:
@@ -87,7 +89,7 @@ def spark_options(job: Function) -> Any:
             from immortal.pipeline.packing import settings_for
 
             settings = {**settings_for(env), **settings}
-        return job(*arguments, run=Run(master, strict, settings, as_json), **more)
+        return job(*arguments, run=Run(master, strict, settings, as_json, lineage), **more)
 
     function = click.option(
         "--conf", "settings", multiple=True, callback=_settings, metavar="NAME=VALUE", help="A setting of Spark's."
@@ -97,6 +99,7 @@ def spark_options(job: Function) -> Any:
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         help="An archive of 'immortal pipeline pack', from which executors import.",
     )(function)
+    function = click.option("--lineage", is_flag=True, help="Report the run to OpenLineage.")(function)
     function = click.option("--strict", is_flag=True, help="End at the first log that cannot be read.")(function)
     return click.option("--master", default="local[*]", show_default=True, help="Where Spark runs.")(function)
 
@@ -143,14 +146,24 @@ def _open(paths: list[str], run: Run) -> Fleet:
 
 
 @contextmanager
-def open_spark(run: Run, name: str, step: str) -> Iterator[tuple[SparkSession, Progress]]:
-    """Open a session for one job. Its JVM ends with it, unless the session existed before."""
+def open_spark(
+    run: Run, name: str, step: str, inputs: Iterable[str], outputs: Iterable[str] = ()
+) -> Iterator[tuple[SparkSession, Progress]]:
+    """Open a session for one job. Its JVM ends with it, unless the session existed before.
+
+    ``inputs``, ``outputs``: the folders and URLs that it reads and writes.
+    """
     from pyspark.sql import SparkSession
 
     from immortal.pipeline.session import session
 
     was_running = SparkSession.getActiveSession() is not None
-    with progress() as shown:
+    with ExitStack() as stack:
+        if run.lineage:
+            from immortal.pipeline.lineage import reported
+
+            stack.enter_context(reported(name, inputs, outputs))
+        shown = stack.enter_context(progress())
         spark = session(run.master, f"immortal pipeline {name}", **run.settings)
         try:
             shown.watch(spark)
@@ -187,7 +200,7 @@ def export(paths: list[str], folder: Path, tables: str | None, run: Run) -> None
 
     names = [name.strip() for name in tables.split(",")] if tables is not None else None
     job.prepare(fleet, folder, names)
-    with open_spark(run, "export", "exporting") as (spark, shown):
+    with open_spark(run, "export", "exporting", fleet.sources, [str(folder)]) as (spark, shown):
         report = job.export(spark, fleet, folder, names, shown.say)
     _finish(run, asdict(report), export_lines(report, folder), report.unreadable)
 
@@ -213,7 +226,7 @@ def audit(paths: list[str], tolerance_ms: int, streams: bool, limit: int, run: R
     from immortal.pipeline.jobs import audit as job
     from immortal.pipeline.report.text import audit_lines
 
-    with open_spark(run, "audit", "auditing") as (spark, _):
+    with open_spark(run, "audit", "auditing", fleet.sources) as (spark, _):
         report = job.audit(spark, fleet, tolerance_ms=tolerance_ms)
     lines = audit_lines(report, limit, all_streams=streams)
     _finish(run, report.to_json(limit), lines, report.unreadable, found=report.violation_count)
@@ -232,7 +245,7 @@ def verify(paths: list[str], limit: int, run: Run) -> None:
     from immortal.pipeline.jobs import verify as job
     from immortal.pipeline.report.text import verify_lines
 
-    with open_spark(run, "verify", "verifying") as (spark, _):
+    with open_spark(run, "verify", "verifying", fleet.sources) as (spark, _):
         report = job.verify(spark, fleet)
     lines = verify_lines(report, limit)
     _finish(run, report.to_json(limit), lines, report.unreadable, found=report.problem_count)
@@ -252,7 +265,7 @@ def stats(paths: list[str], decode: str | None, page: Path | None, top: int, run
     from immortal.pipeline.jobs import stats as job
     from immortal.pipeline.report.text import stats_lines
 
-    with open_spark(run, "stats", "counting") as (spark, _):
+    with open_spark(run, "stats", "counting", fleet.sources) as (spark, _):
         found = job.stats(spark, fleet, decode=decode)
     if page is not None:
         from immortal.pipeline.report.pages import stats_page
@@ -304,7 +317,7 @@ def trace(
     from immortal.pipeline.report.pages import trace_dot, trace_lines, trace_svg
 
     job.check_instance(fleet, instance)
-    with open_spark(run, "trace", "following") as (spark, _):
+    with open_spark(run, "trace", "following", fleet.sources) as (spark, _):
         found = job.trace(
             spark,
             fleet,
@@ -420,7 +433,7 @@ def what_if(
     options = [*(["--old-app", old_app] if old_app else []), *(["--upgrade"] if upgrade else [])]
     options += ["--trust-pickle"] if trust_pickle else []
     chosen, unreadable, _ = job.choose_apps(home, apps, code, strict=run.strict)
-    with open_spark(run, "what-if", "replaying") as (spark, _):
+    with open_spark(run, "what-if", "replaying", [str(home)]) as (spark, _):
         result = job.what_if(spark, home, chosen, code=code, options=options, timeout_s=timeout_s, strict=run.strict)
     result.unreadable = unreadable
     _finish(run, asdict(result), what_if_lines(result), unreadable, status=result.exit_status)

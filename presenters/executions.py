@@ -137,16 +137,12 @@ def _index(registry: Registry, name: str) -> AbstractContextManager[ExecutionInd
 
 def execution_row(one: Execution) -> tuple[str, ...]:
     """Return the cells of an execution's row: ID, state, call, caller, began, took, labels."""
-    caller = format_caller({"caller": one.caller})
-    return one.id, one.state, one.call, caller, _second(one.began_ns), took(one), described_labels(one.labels) or "-"
+    caller, began = format_caller({"caller": one.caller}), f"{time_text(one.began_ns)[:19]}Z"
+    return one.id, one.state, one.call, caller, began, took(one), described_labels(one.labels) or "-"
 
 
 def took(one: Execution) -> str:
     return "-" if one.ended_ns is None else f"{(one.ended_ns - one.began_ns) / 1e9:.3f} s"
-
-
-def _second(time_ns: int) -> str:
-    return f"{time_text(time_ns)[:19]}Z"
 
 
 def execution_lines(name: str, view: Values) -> Iterator[str]:

@@ -9,18 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import asdict
-
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary
+from immortal.coordinator.core.life_cycle.session import WORKS, Phase
 from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
 from immortal.coordinator.log.open import log_exists, place_of
 from immortal.coordinator.operator import control
 from immortal.coordinator.project import run_lock
-from immortal.presenters.operations import format_waits, with_times
-from immortal.protocol.client_frames import CLIENTS
+from immortal.presenters.operations import format_caller, format_waits, with_times
 from immortal.protocol.command_line import counted, size_text
 from immortal.protocol.errors import ImmortalError
 
@@ -33,6 +31,7 @@ STARTING = "starting"
 UNKNOWN = "unknown"
 RUNNING = "running"
 FAILED = "failed"
+READY = frozenset(phase.value for phase in WORKS | {Phase.FOLLOWING})
 KEPT = (STARTING, "restarting", FAILED)  # states that only the process of the project knows
 _VERDICTS = {"kept": " (what they had done before stands)"}
 _STATES = {"normal": RUNNING, "taking a checkpoint": RUNNING}
@@ -63,16 +62,22 @@ def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
         row = {"pid": found.pid, **control.query(settings.folder, "status")}
     except control.NotRunningError:
         return None  # it stopped just now
-    return row | ({} if row.get("app_silent_s") else multicasts(settings))
+    return row | ({} if row.get("app_silent_s") else waits(settings))
 
 
-def multicasts(settings: InstanceSettings) -> dict[str, Any]:
-    """Ask the app which members its ordered multicasts wait for; {} if it does not answer."""
+def waits(settings: InstanceSettings) -> dict[str, Any]:
+    """Ask the app which handlers wait, and for which members its ordered multicasts do; {} if it does not answer."""
     try:
-        found = control.query(settings.folder, "handlers", APP_TIMEOUT_S).get("multicasts")
+        answer = control.query(settings.folder, "handlers", APP_TIMEOUT_S)
     except (ImmortalError, OSError):
         return {}
-    return {"multicasts": [with_times(one) for one in found]} if found else {}
+    multicasts = [with_times(one) for one in answer.get("multicasts") or ()]
+    row: dict[str, Any] = {"multicasts": multicasts} if multicasts else {}
+    if handlers := answer.get("handlers"):
+        oldest = min(handlers, key=lambda one: one["since_ns"])
+        found = {"task": oldest["id"], "handler": oldest["handler"], "since_ns": oldest["since_ns"]}
+        row["waiting"] = {"count": answer["count"], "oldest": found}
+    return row
 
 
 def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +101,10 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
 def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
     """Return the status fields that the log of an instance has. Raises LogError."""
     if not log_exists(settings.log):
-        return {"name": settings.name, "phase": NOT_STARTED}
+        lost = f"it had a log, and there is none in {settings.log}: bring it back ('immortal doctor {settings.name}')"
+        return {"name": settings.name, "phase": NOT_STARTED} | (
+            {"problems": [lost]} if own_logs.had_log(settings) else {}
+        )
     with own_logs.open_reader(settings) as reader:
         summary = reader.summary()
         problems = list(reader.problems)
@@ -145,7 +153,9 @@ def _failures(summary: LogSummary) -> dict[str, Any]:
     if summary.letters:
         row["letters"] = {"count": len(summary.letters), "bytes": sum(summary.letters.values())}
     if summary.suspect.runs_count:
-        row["suspect"] = asdict(summary.suspect)
+        one = summary.suspect
+        record, message = (None if number < 0 else number for number in (one.sequence_id, one.message_index))
+        row["suspect"] = {"record": record, "message": message, "runs": one.runs_count}
     return row
 
 
@@ -209,14 +219,11 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
     handling, suspect = row.get("handling"), row.get("suspect")
     letters, verdicts = row.get("letters") or {}, row.get("verdicts") or {}
     if handling:
-        caller = handling.get("caller")
-        who = "itself" if not caller else str(caller)
-        who = f"the client {who[1:]}" if who.startswith(CLIENTS) else who
-        by = "" if caller is None else f", called by {who}"
+        by = "" if handling.get("caller") is None else f", called by {format_caller(handling)}"
         what = handling.get("method") or "a message"
         yield f"handling {what} for {handling.get('for_s', 0):.0f} s, record {handling.get('record')}{by}"
-    if suspect and suspect.get("runs_count"):
-        yield f"its app has ended without a word {_times(suspect['runs_count'])}{_place(suspect)}"
+    if suspect:
+        yield f"its app has ended without a word {_times(suspect['runs'])}{_place(suspect)}"
     for caller, deaths in (row.get("deaths_caused") or {}).items():
         yield f"calls of {caller} have ended its app {'once' if deaths == 1 else f'{deaths} times'}"
     if nested := row.get("nested"):
@@ -227,7 +234,7 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
         counts = ", ".join(f"{count} {kind}{_VERDICTS.get(kind, '')}" for kind, count in failed.items())
         yield f"calls that failed: {counts}; the app's output has each, and why"
     if letters.get("count"):
-        size, dropped = size_text(letters.get("bytes", 0)), letters.get("dropped")
+        size, dropped = size_text(letters.get("bytes", 0)), letters.get("lost")
         more = f"; dropped for lack of room: {dropped}" if dropped else ""
         count = counted(letters["count"], "dead letter")
         yield f"{count}, {size}{more} ('immortal dead-letters {row['name']}' shows them)"
@@ -238,10 +245,8 @@ def _times(count: int) -> str:
 
 
 def _place(suspect: dict[str, Any]) -> str:
-    if suspect.get("sequence_id", -1) < 0:
-        return f", at a record up to {suspect['last_sequence_id']}" if suspect.get("last_sequence_id", -1) >= 0 else ""
-    index = suspect.get("message_index", -1)
-    return f", at record {suspect['sequence_id']}" + ("" if index < 0 else f", message {index}")
+    record, message = suspect["record"], suspect["message"]
+    return ("" if record is None else f", at record {record}") + ("" if message is None else f", message {message}")
 
 
 def age_text(age_s: float) -> str:
@@ -250,6 +255,20 @@ def age_text(age_s: float) -> str:
         if age_s >= length_s:
             return f"{age_s / length_s:.0f} {unit}"
     return f"{age_s:.0f} s"
+
+
+def duration_text(duration_ns: int) -> str:
+    """Format a duration: "340 µs", "12 ms", "3.4 s"."""
+    if duration_ns < 1_000_000:
+        return f"{duration_ns / 1e3:.0f} µs"
+    if duration_ns < 1_000_000_000:
+        return f"{duration_ns / 1e6:.1f} ms"
+    return f"{duration_ns / 1e9:.2f} s"
+
+
+def rate_text(rate: float | None) -> str:
+    """Format a number per second: "0", "0.4", "1,200"; "" if it is not known."""
+    return "" if rate is None else "0" if not rate else f"{rate:.1f}" if rate < 10 else f"{rate:,.0f}"
 
 
 def format_paused(answer: Values) -> str:

@@ -33,6 +33,7 @@ class LiveReport:
         self._lines: Counter[tuple[str, str, str, str]] = Counter()
         self._last: deque[Found] = deque(maxlen=KEPT_MAX)
         self._notes: deque[str] = deque(maxlen=KEPT_MAX)
+        self._missed: set[str] = set()  # services of which some records were not compared
         self._outcome: FleetOutcome | str | None = None
         self._outcome_ns = 0
 
@@ -46,6 +47,8 @@ class LiveReport:
             return ""
         if isinstance(event, Note):
             self.following[event.service] = event.follows
+            if not event.follows:
+                self._missed.add(event.service)
             self.marks.setdefault(event.service, Mark())
             self._notes.append(f"{event.service}: {event.text}")
             return f"note: {self._notes[-1]}"
@@ -101,7 +104,13 @@ class LiveReport:
         yield ""
         if away := [name for name, follows in self.following.items() if not follows]:
             yield f"not followed at the end: {', '.join(away)}"
-        yield "different" if self.is_different else "no difference"
+        if self.is_different:
+            yield "different"
+        elif self._missed:
+            names = ", ".join(sorted(self._missed))
+            yield f"no difference in what was compared; the notes say which records of {names} were not"
+        else:
+            yield "no difference"
 
     def page(self) -> str:
         """Return the page as HTML, which a browser loads again by itself."""

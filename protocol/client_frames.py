@@ -82,6 +82,7 @@ class ClientCode(IntEnum):
     NOT_YOURS = 6  # a caller with other keys used the client's ID first: nothing was taken
     UNKNOWN = 7  # the frame's type, or its version: the reason says which are known
     LOGGED_ONLY = 8  # the app takes no queries beside its log; a request for the same method works
+    PENDING = 9  # in a PONG: the last request is not durable yet, so a crash takes it back
 
 
 class ReplyKind(IntEnum):

@@ -114,28 +114,28 @@ def print_table(
     """
     from rich.text import Text
 
-    console = _console()
+    console = make_console()
     if title:
         console.print(Text(title, style="italic"), soft_wrap=True)
-    console.print(_table(heads, rows, right))
+    console.print(make_table(heads, rows, right))
 
 
 def table_lines(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> Iterator[str]:
     """Format a table like :func:`print_table`, as lines."""
-    console = _console(is_plain=True)
+    console = make_console(is_plain=True)
     with console.capture() as captured:
-        console.print(_table(heads, rows, right))
+        console.print(make_table(heads, rows, right))
     yield from (line.rstrip() for line in captured.get().splitlines())
 
 
-def _console(*, is_plain: bool = False) -> Console:
+def make_console(*, is_plain: bool = False) -> Console:
     from rich.console import Console
 
     console = Console(color_system=None) if is_plain else Console()
     return Console(color_system=None, width=_WIDTH_UNLIMITED) if is_plain or not console.is_terminal else console
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str]) -> Table:
+def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 

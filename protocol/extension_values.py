@@ -216,6 +216,13 @@ KINDS = (
     Kind(b"f", "fractions.Fraction", int | str | tuple[int, int], _fraction_parts, _fraction),
     Kind(b"z", "zoneinfo.ZoneInfo", str, _zone_name, _called),
     Kind(b"p", "re.Pattern", str | dict[str, Any], _pattern_parts, _pattern),
+    Kind(
+        b"P",
+        "immortal.appsdk.types.personal.Personal",
+        tuple[str, bytes],
+        attrgetter("_encoded"),
+        lambda cls, contents: cls._decoded(*contents),
+    ),
     *(Kind(letter, f"ipaddress.{name}", str, str, _called) for letter, name in _ADDRESSES.items()),
 )
 _BY_PATH = {kind.path: kind for kind in KINDS}

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 HOME_VARIABLE = "IMMORTAL_HOME"
 HOME_DEFAULT = ".immortal"
 LOCAL_VARIABLE = "IMMORTAL_LOCAL"
+chosen_home: str | os.PathLike[str] | None = None
+"""Home that this process was told to use: a folder, or a URL; None: none but by HOME_VARIABLE."""
 ORIGIN_FILE_NAME = ".origin"
 SETTINGS, PUBLIC_KEYS, UPGRADE, ENDPOINT = "settings", "public_keys", "upgrade", "endpoint"
 LEASES_CHANNEL = "immortal"  # of immortal.coordinator.log.backends.postgres.connections
@@ -386,7 +388,7 @@ class Copy:
         except (errors.UndefinedTable, errors.InvalidSchemaName, errors.UndefinedColumn):
             raise SharedHomeError(
                 f"the database {self.url} has no registry yet: 'immortal register NAME' begins one in an empty"
-                " database, 'immortal --home FOLDER log migrate NAME' brings an older schema there"
+                " database, 'immortal --home FOLDER log upgrade NAME' brings an older schema there"
             ) from None
         except errors.LockNotAvailable:
             raise SharedHomeError(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.service.process import die_with_parent
-from immortal.protocol import decoding, kept_code
+from immortal.protocol import decoding, kept_code, personal_keys
 from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
 from immortal.replay.plan import ReplayError, Route
 
@@ -41,6 +41,7 @@ class AppProcess:
         """Start the app. ``secret_file``: holds the secret that the app must prove at ``address``. ``code_notes``: file
         where the app notes its modules. Raises ReplayError."""
         files = {SECRET_FILE_VARIABLE: str(secret_file), NOTES_VARIABLE: str(code_notes)}
+        files[personal_keys.NOTES_VARIABLE] = str(forgotten_file(code_notes))
         argv = [address if part == "{address}" else part for part in command.argv]
         behind = not command.foreground
         captured = behind and not command.shows_output
@@ -226,7 +227,9 @@ def code_environment(code: Path | None) -> dict[str, str]:
     """
     if code is not None and not (code.is_dir() or (code.is_file() and code.suffix in (".whl", ".zip"))):
         raise ReplayError(f"{code} is neither a folder nor a wheel: one with the module of the class was expected")
-    return {"IMMORTAL_CODE": "" if code is None else str(code.absolute()), NOTES_VARIABLE: os.devnull}
+    place = "" if code is None else str(code.absolute())
+    notes = dict.fromkeys((NOTES_VARIABLE, personal_keys.NOTES_VARIABLE), os.devnull)
+    return {**personal_keys.environment(), **notes, "IMMORTAL_CODE": place}
 
 
 # The app that replays a part of a log if the user names none.
@@ -312,6 +315,24 @@ def read_code(app: str, notes: Path) -> Code | None:
         return None
     contents = "".join(f"{name} {row['sha256']}\n" for name, row in sorted(rows.items()))
     return Code(hashlib.sha256(contents.encode()).hexdigest(), len(rows), main["file"])
+
+
+def forgotten_file(code_notes: Path) -> Path:
+    """Return the file beside ``code_notes`` where an app notes whose data it asked for and did not get."""
+    return code_notes.with_name("forgotten")
+
+
+def forgotten_notes(subjects: Iterable[str]) -> list[str]:
+    """Return what is said of each person whose data an app asked for and did not get."""
+    made = []
+    for subject in subjects:
+        person = personal_keys.find(subject)
+        since = person.forgotten if person is not None else "an earlier day"
+        made.append(
+            f"{subject!r} was forgotten on {since}: handlers get None in place of the data, and do other things than"
+            f" before"
+        )
+    return made
 
 
 def code_values(code: Code | None) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -31,11 +32,20 @@ from immortal.coordinator.instances.own_logs import refuse_pickle
 from immortal.coordinator.instances.registry import free_port
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.notices import warnings_on_stderr
+from immortal.protocol import personal_keys
 from immortal.protocol.checksum import crc64
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 from immortal.protocol.verdicts import Verdict
-from immortal.replay.app_process import LEAVE_S, AppCommand, AppProcess, exit_text, read_code
+from immortal.replay.app_process import (
+    LEAVE_S,
+    AppCommand,
+    AppProcess,
+    exit_text,
+    forgotten_file,
+    forgotten_notes,
+    read_code,
+)
 from immortal.replay.plan import AppExitedError, ReplayError, ReplayPlan, Route, plan_route, route_until
 from immortal.replay.result import ReplayResult, Sink
 from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, Tells, VerdictGiven
@@ -85,6 +95,7 @@ def run_replay(
         else:
             process, connection, said = _come_in(source, app, announce, stop, stack, code_notes)
         stack.callback(connection.close)
+        sink.forgotten = partial(personal_keys.read_notes, forgotten_file(code_notes))
         sink.code(read_code(app.name, code_notes))
         blob_file = stack.enter_context(blob_path.open("wb")) if blob_path is not None else None
         host = _Host(source, summary, route, app, process, connection, said, sink, blob_file, numbers, tells)
@@ -94,6 +105,7 @@ def run_replay(
             error.fed_sequence_id = host.fed_sequence_id
             raise
         host.result.code = read_code(app.name, code_notes)
+        host.result.forgotten = forgotten_notes(sink.forgotten())
     result = host.result
     result.find_new_failures(source)
     if process is not None:

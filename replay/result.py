@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ class Sink:
 
     An error that a method raises ends the replay.
     """
+
+    forgotten: Callable[[], list[str]] = staticmethod(list)
+    """Function that returns the forgotten persons whose data the app has asked for so far."""
 
     def handle(self, event: Event) -> None:
         """Call the method below that is for this event of a session, if there is one."""
@@ -75,7 +78,8 @@ class ReplayResult(Struct):
     ``news``: the verdicts that the log does not have.
     ``flushed``: the app holds no output back; an app of the base protocol can hold some back.
     ``exit_status``: of the app's process, negative for a signal; None if it was started by hand. ``code``: the code
-    that it ran, with the modules imported on the way; None likewise.
+    that it ran, with the modules imported on the way; None likewise. ``forgotten``: texts on the persons whose data it
+    asked for and did not get, which changes what it does.
     """
 
     checkpoint: CheckpointHeader
@@ -98,6 +102,7 @@ class ReplayResult(Struct):
     verdicts: list[Verdict] = field(default_factory=list)
     news: list[Verdict] = field(default_factory=list)
     code: Code | None = None
+    forgotten: Sequence[str] = ()
     _traces_size: int = 0
 
     def add(self, verdict: Verdict) -> None:
@@ -180,7 +185,7 @@ def summary_json(name: str, result: ReplayResult, counted: CountingSink) -> dict
         "state_check": None if failure or result.blob_check is None else f"{result.blob_check:016x}",
         "app": result.label,
         "warnings": result.warnings,
-        "notes": list(result.notes),
+        "notes": [*result.notes, *result.forgotten],
     }
 
 
@@ -193,7 +198,7 @@ def failure_json(result: ReplayResult) -> Mapping[str, Any] | None:
 
 def summary_lines(name: str, result: ReplayResult, counted: CountingSink) -> Iterator[str]:
     """Yield the result as lines for people."""
-    for note in result.notes:
+    for note in (*result.notes, *result.forgotten):
         yield f"note: {note}"
     start = result.checkpoint
     rate = result.messages / result.duration_s if result.duration_s else 0.0

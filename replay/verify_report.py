@@ -30,19 +30,20 @@ class Report:
         self._source = source
         description = section.result.description
         self._methods: Methods = description.methods if description else {}
+        self._mark = "different, since a person is forgotten" if section.result.forgotten else "DIVERGED"
 
     # --- for people -------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[str]:
         section, result = self._section, self._section.result
-        for note in result.notes:
+        for note in (*result.notes, *result.forgotten):
             yield f"note: {note}"
         yield (
             f"{self._name}: {self._stretch()}: {result.records:,} records, {result.messages:,} messages replayed in "
             f"{result.duration_s:.2f} s"
         )
         for headline, *trace in new_failure_lines(result.news):  # later differences can follow from these
-            yield f"  DIVERGED: {headline}"
+            yield f"  {self._mark}: {headline}"
             yield from (f"  {line}" for line in trace)
         if not section.outputs:
             yield f"  outputs: the same ({', '.join(self._counts()) or 'none'})"
@@ -50,7 +51,8 @@ class Report:
             yield from (f"  {line}" for line in self._output_lines(finding))
         if result.failure is not None:
             failure = result.failure
-            yield f"  DIVERGED: the handler of record {failure.sequence_id}, message {failure.message_index} raised:"
+            where = f"record {failure.sequence_id}, message {failure.message_index}"
+            yield f"  {self._mark}: the handler of {where} raised:"
             yield from (f"    {line}" for line in failure.text.rstrip("\n").split("\n"))
         elif section.state is not None:
             yield from (f"  {line}" for line in self._state_lines())
@@ -81,12 +83,12 @@ class Report:
     def _output_lines(self, finding: OutputDivergence) -> Iterator[str]:
         divergence, difference = finding.divergence, finding.difference
         if divergence is not None:
-            yield f"DIVERGED: {self._divergence(finding, divergence)}"
+            yield f"{self._mark}: {self._divergence(finding, divergence)}"
             for position, message in divergence.made:
                 yield f"  now {position}: {self._call(message, finding)}{self._made_by(finding.origins.get(position))}"
         else:
             to = repr(finding.destination) if finding.destination else "itself"
-            yield f"DIVERGED: the log of {to} holds other calls than the replay makes"
+            yield f"{self._mark}: the log of {to} holds other calls than the replay makes"
         if difference is not None:
             yield f"  the first that differs is number {difference.position}:"
             then, now = self._both(finding.destination, difference)
@@ -138,9 +140,9 @@ class Report:
         end = self._section.end
         where = f"of checkpoint {end.checkpoint_id}" if end is not None else "at the end"
         if finding.problem is not None:
-            yield f"DIVERGED: the state {where} is another one: {finding.problem}"
+            yield f"{self._mark}: the state {where} is another one: {finding.problem}"
             return
-        yield f"DIVERGED: the state {where} is another one:"
+        yield f"{self._mark}: the state {where} is another one:"
         for difference in finding.differences[:DIFFERENCES_MAX]:
             then, now = (_value(difference, side) for side in ("old", "new"))
             yield f"  {difference['path']}: then {then}, now {now}"
@@ -170,7 +172,7 @@ class Report:
             "failure": failure_json(result),
             "app_ended_at": None if section.ended is None else section.ended.sequence_id,
             "warnings": result.warnings,
-            "notes": list(result.notes),
+            "notes": [*result.notes, *result.forgotten],
         }
 
     def _output_json(self, finding: OutputDivergence) -> dict[str, Any]:

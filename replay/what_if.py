@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark, is_outside
-from immortal.coordinator.core.output.output_check import OutputCheck
+from immortal.coordinator.core.output.output_check import Divergence, OutputCheck, OutputDivergenceError
 from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.batch import offset_after
 from immortal.protocol.checksum import crc64
@@ -206,6 +206,7 @@ def _notes(app: AppCommand, results: Mapping[Side, ReplayResult], route: Route, 
     digests = {result.code.digest for result in results.values() if result.code is not None}
     if len(results) == len(Side) and len(digests) == 1:
         yield "both sides ran the same code"
+    yield from sorted({note for result in results.values() for note in result.forgotten})
     new = results.get(Side.NEW)
     if upgrades or new is None:
         return
@@ -415,10 +416,14 @@ class _Prover(_Looker):
         self._source = source
         self._failed: Verdict | None = None
         self._marks = dict(outputs)
-        self._checks = {name: OutputCheck(name, mark) for name, mark in outputs.items()}
+        self._checks = {name: OutputCheck(name, mark, self._differs) for name, mark in outputs.items()}
+
+    def _differs(self, divergence: Divergence) -> None:
+        if not self.forgotten():  # else both sides get the same nothing, and can be compared
+            raise OutputDivergenceError(divergence)
 
     def _check(self, destination: str) -> OutputCheck:
-        return self._checks.setdefault(destination, OutputCheck(destination))
+        return self._checks.setdefault(destination, OutputCheck(destination, differs=self._differs))
 
     @property
     def has_seen_enough(self) -> bool:

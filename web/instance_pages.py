@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 from anyio import to_thread
-from msgspec import Struct, field
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -20,6 +19,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import ControlError
+from immortal.presenters.fleet import Row, unacknowledged
 from immortal.presenters.operations import (
     dead_letter_rows,
     describe_wait_end,
@@ -33,8 +33,7 @@ from immortal.protocol.extensions import QUERIES
 from immortal.protocol.safe_output import printable_json_text
 from immortal.web import WebError
 from immortal.web.auth import COOKIE_AGE_S, LOGIN_PATH, cookie_name, origin_of
-from immortal.web.fleet import Row
-from immortal.web.rendering import page, render
+from immortal.web.rendering import cells, page, render
 from immortal.web.site import LOOK_S, Site, form_of, instance_page, settings_of, site_of, stream, text_of
 
 ASK_S = 1.5  # an app that does not answer in this time is shown as busy
@@ -94,20 +93,16 @@ def handler(request: Request) -> Response:
 
 def _view(site: Site, settings: InstanceSettings) -> Values:
     row = site.fleet.row(settings.name)
-    runs = "pid" in row.status
-    waiting = _handlers(settings) if runs else _Waiting()
+    waiting = _handlers(settings)
     return {
         "row": row,
         "settings": settings,
-        "streams": _streams(row.status, _told(settings, "peers").get("peers", {}) if runs else {}),
-        "handlers": waiting.handlers,
-        "kinds": Counter(kind for one in waiting.handlers for kind in one["kinds"]),
-        "handlers_count": waiting.count,
-        "handlers_problem": waiting.problem,
-        "schedules": waiting.schedules,
+        "streams": _streams(row.status, _told(settings, "peers").get("peers", {})),
+        **waiting,
+        "kinds": Counter(kind for one in waiting["handlers"] for kind in one["kinds"]),
         "letters": row.status.get("letters") or {},
         "clients": row.status.get("clients") or {},
-        "callers": _told(settings, "clients").get("clients", []) if runs else [],
+        "callers": _told(settings, "clients").get("clients", []),
         "failed": _failed(site, settings),
         "verdicts": {kind: count for kind, count in (row.status.get("verdicts") or {}).items() if count},
     }
@@ -134,26 +129,19 @@ def _failed(site: Site, settings: InstanceSettings) -> list[Values]:
 def _streams(status: Values, peers: Values) -> list[Values]:
     """Return the streams to and from each other instance, and the instance itself."""
     inputs, outputs = status.get("inputs", {}), status.get("outputs", {})
-    names = sorted({*inputs, *outputs}, key=lambda name: (name != status["name"], name))
     found = []
-    for name in names:
-        to, source, peer = outputs.get(name, {}), inputs.get(name, {}), peers.get(name, {})
-        made = to.get("position", to.get("position_at_checkpoint"))
+    for name in sorted({*inputs, *outputs}, key=lambda name: (name != status["name"], name)):
+        to, peer = outputs.get(name, {}), peers.get(name, {})
         found.append(
-            {
+            dict.fromkeys(("state", "waiting_bytes", "spilled_bytes", "window_bytes"))
+            | to
+            | {
                 "name": name,
                 "is_self": name == status["name"],
-                "made": made,
-                "acknowledged": to.get("acknowledged"),
-                "unacknowledged": max(0, (made or 0) - (to.get("acknowledged") or 0)),
-                "waiting_bytes": to.get("waiting_bytes") or 0,
-                "spilled_bytes": to.get("spilled_bytes") or 0,
-                "window_bytes": to.get("window_bytes"),
-                "state": to.get("state"),
-                "received": source.get("position"),
-                "granted_bytes": source.get("window_bytes"),
+                "made": to.get("position", to.get("position_at_checkpoint")),
+                "unacknowledged": unacknowledged(to),
+                "received": inputs.get(name, {}).get("position"),
                 "endpoint": peer.get("endpoint") or "",
-                "connected_s": peer.get("connected_s"),
                 "error": to.get("error") or peer.get("error"),
             }
         )
@@ -168,23 +156,19 @@ def _told(settings: InstanceSettings, what: str) -> Values:
         return {}
 
 
-class _Waiting(Struct, frozen=True):
-    """Waiting handlers, the number of all, the problem if that is unknown, and the handlers with a schedule."""
-
-    handlers: list[Values] = field(default_factory=list)
-    count: int = 0
-    problem: str = ""
-    schedules: list[Values] = field(default_factory=list)
-
-
-def _handlers(settings: InstanceSettings) -> _Waiting:
+def _handlers(settings: InstanceSettings) -> Values:
+    """Return the page's values about waiting handlers, their number or the problem, and handlers with a schedule."""
+    found: Values = {"handlers": [], "handlers_count": 0, "handlers_problem": "", "schedules": []}
     try:
         answer = control.query(settings.folder, "handlers", ASK_S)
+    except control.NotRunningError:
+        return found
     except ControlError as error:
-        return _Waiting(problem=str(error))
+        return found | {"handlers_problem": str(error)}
     if "handlers" not in answer:
-        return _Waiting(problem=str(answer.get("error", "the app does not tell")))
-    found = [
+        return found | {"handlers_problem": str(answer.get("error", "the app does not tell"))}
+    found |= {"handlers_count": answer["count"], "schedules": answer.get("schedules", [])}
+    found["handlers"] = [
         {
             "id": one["id"],
             "handler": f"{one['handler']}{one['arguments']}",
@@ -197,7 +181,7 @@ def _handlers(settings: InstanceSettings) -> _Waiting:
         }
         for one in with_times(answer["handlers"][:HANDLERS_SHOWN_MAX])
     ]
-    return _Waiting(found, answer["count"], schedules=answer.get("schedules", []))
+    return found
 
 
 def _wait(name: str, one: Values, wait: Values) -> Values:
@@ -347,7 +331,7 @@ def fleet_live(request: Request) -> EventSourceResponse:
         if before is not None and before != names:  # instances were added or removed
             yield "rows", render("_rows.html", **view)
         for row in view["rows"]:
-            yield f"row-{row.name}", str(row.cells)
+            yield f"row-{row.name}", cells(row)
 
     return stream(request, look)
 

@@ -337,11 +337,11 @@ class Logs:
         self._methods: dict[str, Methods | str] = {}
 
     @contextmanager
-    def locked(self, settings: InstanceSettings) -> Iterator[None]:
-        """Lock a log against other requests of this process. Raises WebError."""
+    def locked(self, settings: InstanceSettings, wait_s: float = WAIT_S) -> Iterator[None]:
+        """Lock a log against other requests of this process. Raises WebError if they go on for longer."""
         with self._lock:
             lock = self._locks[str(settings.log)]
-        if not lock.acquire(timeout=WAIT_S):
+        if not lock.acquire(timeout=wait_s):
             raise WebError(f"the log of {settings.name!r} is being read by other requests: try again", 503)
         try:
             yield

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
+from weakref import WeakKeyDictionary
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse
 
 from immortal.coordinator.core.formatting import time_text
-from immortal.presenters.status import age_text
+from immortal.presenters.fleet import Row
+from immortal.presenters.status import age_text, duration_text, rate_text
 from immortal.protocol.command_line import size_text
 from immortal.protocol.safe_output import printable
 
@@ -54,13 +56,12 @@ def ago(time_ns: int) -> str:
     return f"{age_text(age_s)} ago" if age_s >= 0 else f"in {age_text(-age_s)}"
 
 
-def duration(duration_ns: int) -> str:
-    """Format a duration: "340 µs", "12 ms", "3.4 s"."""
-    if duration_ns < 1_000_000:
-        return f"{duration_ns / 1e3:.0f} µs"
-    if duration_ns < 1_000_000_000:
-        return f"{duration_ns / 1e6:.1f} ms"
-    return f"{duration_ns / 1e9:.2f} s"
+_CELLS: WeakKeyDictionary[Row, Markup] = WeakKeyDictionary()
+
+
+def cells(row: Row) -> Markup:
+    """Render the table cells of an instance, once for all viewers."""
+    return _CELLS.get(row) or _CELLS.setdefault(row, Markup(render("_cells.html", row=row)))  # noqa: S704 -- escaped
 
 
 def _environment() -> Environment:
@@ -76,9 +77,12 @@ def _environment() -> Environment:
         "number": number,
         "clipped": clipped,
         "size": size_text,
+        "age": age_text,
+        "rate": rate_text,
+        "cells": cells,
         "moment": day_and_time,
         "ago": ago,
-        "duration": duration,
+        "duration": duration_text,
         "raw": _raw,
         "json": lambda value: json.dumps(value, ensure_ascii=False),
         "part": lambda text: quote(str(text), safe=""),

@@ -24,7 +24,16 @@ from immortal.coordinator.operator.control import NotRunningError, RefusedError
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.executions import ExecutionsError
 from immortal.replay import ReplayError
-from immortal.web import WebError, actions, execution_pages, instance_pages, job_pages, message_pages, travel_pages
+from immortal.web import (
+    WebError,
+    actions,
+    execution_pages,
+    instance_pages,
+    job_pages,
+    map_pages,
+    message_pages,
+    travel_pages,
+)
 from immortal.web.auth import STATIC_PATH, Guard, Token
 from immortal.web.connections import Connection, listen, make_config, url_of
 from immortal.web.instance_pages import warm_up
@@ -32,7 +41,7 @@ from immortal.web.rendering import page
 from immortal.web.site import Site
 
 STATIC = Path(__file__).with_name("static")
-PAGES = (instance_pages, execution_pages, message_pages, travel_pages, job_pages, actions)
+PAGES = (instance_pages, map_pages, execution_pages, message_pages, travel_pages, job_pages, actions)
 ROUTES = [route for pages in PAGES for route in pages.routes()]
 
 

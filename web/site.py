@@ -22,12 +22,12 @@ from starlette.responses import Response
 
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
+from immortal.presenters.fleet import Fleet
 from immortal.protocol import decoding
 from immortal.protocol.files import make_folder
 from immortal.replay.travel.sessions import Sessions
 from immortal.web import WebError
 from immortal.web.auth import BODY_SIZE_BYTES_MAX, VISITOR, Token
-from immortal.web.fleet import Fleet
 from immortal.web.jobs import Jobs, SqlJobs
 from immortal.web.log_messages import Logs
 from immortal.web.rendering import page
@@ -91,7 +91,7 @@ class Site:
         self.token = token
         self.allow_actions = allow_actions
         self.logs = Logs()
-        self.fleet = Fleet(registry, self.logs)
+        self.fleet = Fleet(registry, self.logs.locked)
         self.travel = Sessions(registry.home, self.logs.locked)
         self.notes = Notes(registry.home / FOLDER_NAME / "notes")
         self.jobs = Jobs(registry.home / FOLDER_NAME / "what-if")

@@ -6,6 +6,6 @@ cdef class Context:
     cdef public bint carries
     cdef public unsigned long handling_thread_id
     cdef public unsigned long thread_id
-    cdef public object _streams, _streams_of, committer_id, definition, handlers, instance_name, multicasts, nodes, outbox, peers
+    cdef public object _streams, _streams_of, committer_id, definition, handlers, instance_name, multicasts, nodes, outbox, peers, present
     cdef public object record_time_ns, reporter, run_contexts
     cdef public object seed, sequence_id, sites, source, tasks

@@ -252,7 +252,7 @@ class Connection:
         elif lane.is_behind(frame.number):
             self._resend[lane.client_id] = frame.number
         if lane is not self._main and frame.code != ClientCode.BUSY:
-            lane.ponged(frame.number)
+            lane.ponged(frame.number, now_s, is_pending=frame.code == ClientCode.PENDING)
             if lane.error is not None or lane.is_idle:
                 self._lanes.pop(lane.client_id, None)
 

@@ -30,6 +30,7 @@ REQUEST_COUNT_MAX = 256
 # A missing reply is asked for, less and less often: it can have been lost with a connection.
 POLL_MIN_S = 0.1
 POLL_MAX_S = 1.0
+PENDING_MIN_S = 0.005  # about a commit
 RESENT_BYTES_PER_S = 4 << 20  # ... an ID or key that others can have: requests are sent again, large ones less often
 
 
@@ -109,6 +110,7 @@ class Session:
         self._next_number = 1
         self._answered = 0  # the highest number that was ever answered
         self._poll_s = POLL_MIN_S
+        self._pending_s = PENDING_MIN_S
         self._questions: list[Question] = []
         self._second: Call | None = None  # the request about request 1
         self._pings_count = 0  # pings without a PONG yet
@@ -182,15 +184,15 @@ class Session:
         """True if request 1 was sent, possibly by another process."""
         return self._next_number > 1
 
-    def ponged(self, taken: int) -> None:
-        """Process a pong: the coordinator has the requests up to ``taken``."""
+    def ponged(self, taken: int, now_s: float, *, is_pending: bool) -> None:
+        """Process a pong: the coordinator has the requests up to ``taken``. ``is_pending``: a crash takes them back."""
         self._pings_count = max(0, self._pings_count - 1)
         first = self.outstanding.get(1)
         is_unknown = taken == 0 and first is not None and not first.message
         questions = [question for question in self._questions if question.outcome is None]
         self._questions = []
         for question in questions:
-            question.pongs -= taken > 0
+            question.pongs -= taken > 0 and not (is_pending and question.starts)
             if is_unknown:
                 question.finish(REQUEST_UNKNOWN)
             elif question.pongs <= 0:
@@ -205,7 +207,8 @@ class Session:
                 )
             )
         elif self._questions and taken > 0:
-            self.poll_due_s = 0.0
+            self.poll_due_s = now_s + self._pending_s if is_pending else 0.0
+            self._pending_s = min(self._pending_s * 2, POLL_MAX_S) if is_pending else PENDING_MIN_S
 
     def withdraw(self, call: Call) -> bool:
         """Forget ``call`` if it was not sent yet; return True if so."""

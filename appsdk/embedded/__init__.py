@@ -33,6 +33,7 @@ from immortal.coordinator.notices.sinks import ReadinessSink
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers.security import check_start
 from immortal.coordinator.service.runtime import Coordinator, run_coordinator
+from immortal.protocol import shared_registry
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.executions import FILE_NAME
 from immortal.protocol.process import register
@@ -59,6 +60,8 @@ class _Instance:
         self.options: RunOptions = run_options()
         check_determinism(self.definition, self.label, strict=self.options.strict)
         self.registry = Registry(home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
+        copy = self.registry.copy
+        shared_registry.chosen_home = self.registry.home if copy is None else copy.url
         self.settings = _settings(self.registry, name, given)
         control.refuse_running(self.settings.folder)
         if (app := _name_of(cls)) is not None:

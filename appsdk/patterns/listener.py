@@ -278,9 +278,7 @@ class Callers:
         self._looked_s = float("-inf")
 
     def name_of(self, key: str) -> str | None:
-        """Return the owner of ``key`` (Z85), by files read at most a second ago; None if no admitted caller has
-        it.
-        """
+        """Return the owner of ``key`` (Z85), by files read at most a second ago; None if no admitted caller has it."""
         now_s = time.monotonic()
         if now_s - self._looked_s >= CALLERS_POLL_S:
             self._looked_s = now_s

@@ -33,27 +33,17 @@ PIECE_SIZE_BYTES = 256 << 10
 WATCHED_MAX = 1000  # values that were read, before those are forgotten that nobody holds any more
 _NOBODY_HOLDS = 2  # references: that of the list, and that of the count itself
 _REQUIRED: Any = object()
-_SCALARS = (
-    shapes.NoneType,
-    shapes.BoolType,
-    shapes.IntType,
-    shapes.FloatType,
-    shapes.StrType,
-    shapes.BytesType,
-    shapes.DateTimeType,
-    shapes.DateType,
-    shapes.TimeType,
-    shapes.TimeDeltaType,
-    shapes.DecimalType,
-    shapes.UUIDType,
-    shapes.EnumType,
-    shapes.LiteralType,
-    shapes.UnionType,
-    shapes.Metadata,
-    shapes.TupleType,
-    shapes.VarTupleType,
-    shapes.FrozenSetType,
-    shapes.NamedTupleType,
+_MUTABLE = (
+    shapes.AnyType
+    | shapes.CustomType
+    | shapes.ListType
+    | shapes.SetType
+    | shapes.DictType
+    | shapes.TypedDictType
+    | shapes.ByteArrayType
+    | shapes.MemoryViewType
+    | shapes.RawType
+    | shapes.ExtType
 )
 
 
@@ -104,7 +94,7 @@ def _is_mutable(info: shapes.Type) -> bool:
     if isinstance(info, shapes.DataclassType):
         parameters = getattr(info.cls, "__dataclass_params__", None)  # None: a class of attrs
         return parameters is None or not parameters.frozen
-    return not isinstance(info, _SCALARS)
+    return isinstance(info, _MUTABLE)
 
 
 class TableField:
@@ -216,7 +206,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         self._enter(writes=True)
         if self._rows.get(packed) is None:
             raise KeyError(key)
-        self._delete(key, packed)
+        self._delete(packed)
 
     def clear(self) -> None:
         """Remove all rows."""
@@ -238,7 +228,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
         ``prefix``: of a str or bytes, or the first items of a tuple; ``start`` and ``stop`` can be such, too.
         """
-        return _Keys(self._part(start, stop, prefix, reverse))
+        return KeysView(self._part(start, stop, prefix, reverse))
 
     def values(
         self, start: Any = None, stop: Any = None, *, prefix: Any = None, reverse: bool = False
@@ -340,7 +330,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         self._size_bytes += len(data)
         if old is None:
             self._count += 1
-            self._size_bytes += len(encode_value(key))
+            self._size_bytes += self._key_size_bytes(packed)
         else:
             self._size_bytes -= len(old)
         if entries and old != data:
@@ -348,11 +338,14 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             for entry, (_, rows) in zip(entries, self._indexes.values(), strict=True):
                 rows.put(entry, b"")
 
-    def _delete(self, key: K, packed: bytes) -> None:
+    def _key_size_bytes(self, packed: bytes) -> int:
+        return len(encode_value(self._kind.key.unpack(packed, 0)[0]))
+
+    def _delete(self, packed: bytes) -> None:
         self._make_room(may_refuse=False)
         old = self._rows.put(packed, None)
         self._count -= 1
-        self._size_bytes -= len(encode_value(key)) + len(old or b"")
+        self._size_bytes -= self._key_size_bytes(packed) + len(old or b"")
         self._forget_entries(packed, old)
         self._watch.forget(packed)
 
@@ -531,10 +524,6 @@ class _Part(Mapping[K, V]):
         unpack = table._kind.key.unpack
         for packed, data, context in table._scan(self._span, self._reverse):
             yield unpack(packed, 0)[0], table._read(packed, data, context)
-
-
-class _Keys(KeysView[K]):
-    _mapping: Any
 
 
 class _Values(ValuesView[V]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
@@ -19,6 +20,7 @@ from immortal.appsdk.testing.outside import OUTSIDE_NAME, OUTSIDERS, EffectStubs
 from immortal.appsdk.testing.replay_check import ReplayDiffers, problems_of
 from immortal.appsdk.testing.world import CrashPlan, Victim, World
 from immortal.coordinator.core import events as ev
+from immortal.protocol import personal_keys
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.safe_output import is_encodable
 from immortal.replay.fleet.model import Answer, Check, Logs, Rules
@@ -55,6 +57,7 @@ class Environment:
     ) -> None:
         if start.tzinfo is None:
             raise UsageError(f"Environment(start={start!r}): a datetime with a time zone was expected")
+        os.environ.setdefault(personal_keys.NOTES_VARIABLE, os.devnull)  # no keys of persons are kept
         start_ns = (start - datetime_of(0)) // timedelta(microseconds=1) * 1000
         self._world = World(start_ns, seed, order, crashes or CrashPlan(), fail_alone=fail_alone)
 

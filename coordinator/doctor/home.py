@@ -19,7 +19,7 @@ from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.doctor import installation
 from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
 from immortal.coordinator.instances.own_logs import FOLDER_NAME as KEYS_FOLDER_NAME
-from immortal.coordinator.instances.own_logs import OWN_LOGS_FILE_NAME
+from immortal.coordinator.instances.own_logs import had_log
 from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry, RegistryError
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log_url import is_in_folder, split_url
@@ -128,8 +128,7 @@ def _log(settings: InstanceSettings) -> Iterator[Finding]:
         return
     if exists:
         return
-    had_one = (settings.folder / KEYS_FOLDER_NAME / OWN_LOGS_FILE_NAME).exists()
-    if had_one:
+    if had_log(settings):
         yield problem(
             AREA,
             f"{settings.name} had a log, and there is none in {settings.log}",

@@ -77,6 +77,12 @@ _AUTHENTICATED = "authenticated"
 HOLDER_REFRESH_S = 1.0  # between look-ups of the holder's name, which read a list of all locks
 
 
+def had_log(settings: InstanceSettings) -> bool:
+    """Return True if a log of this instance was created in this home: a registration makes an empty list."""
+    path = settings.folder / FOLDER_NAME / OWN_LOGS_FILE_NAME
+    return path.exists() and path.stat().st_size > 0
+
+
 class OwnLogs:
     """List of the logs created here for one instance, in a file. ``folder`` is the instance's."""
 

@@ -367,8 +367,8 @@ class Place(Protocol):
         return ["the machine crashes: nothing is lost", "its disk is lost: the log is lost since its last backup"]
 
     def migrate(self) -> str:
-        """Migrate the storage to this program's version; return a message. Raises LogError."""
-        return "there is nothing to migrate"
+        """Migrate the storage to this program's version; return a message, empty if all are read. Raises LogError."""
+        return ""
 
     def restrict(self, role: str, instances: Sequence[str], *, allowed: bool) -> None:
         """Let ``role`` of the database read and write only ``instances`` (not ``allowed``: not even these).

@@ -11,20 +11,12 @@ from msgspec.structs import fields
 
 from immortal.coordinator.core.notices import Notice
 from immortal.coordinator.notices.metrics import EXECUTION_WAIT, HANDLER, NOTICES, PHASE, STATUS, TIMES, UP
-from immortal.coordinator.notices.sinks import LOG_LEVELS, Line, TimedNotice
+from immortal.coordinator.notices.sinks import LOG_LEVELS, notice_types
 
 
 def notices() -> list[type[Notice]]:
     """Return all types of notices, in the order of their definition."""
-    found = [one for one in _below(Notice) if not issubclass(one, Line) and one is not TimedNotice]
-    named = [one for one in found if not one.__name__.startswith("_")]
-    return sorted(named, key=lambda one: (one.__module__, inspect.getsourcelines(one)[1]))
-
-
-def _below(base: type[Notice]) -> Iterator[type[Notice]]:
-    for one in base.__subclasses__():
-        yield one
-        yield from _below(one)
+    return sorted(notice_types(), key=lambda one: (one.__module__, inspect.getsourcelines(one)[1]))
 
 
 def notices_table() -> Iterator[str]:

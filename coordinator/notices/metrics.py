@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from immortal.coordinator.core.notices import CheckpointBegan, CheckpointTaken, Notice, Recovered, Recovering
-from immortal.coordinator.notices.sinks import CommitTimed, SyncTimed, TimedNotice
+from immortal.coordinator.notices.sinks import CommitTimed, SyncTimed, TimedNotice, notice_types
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.system_methods import OTHER_MESSAGES, TIMES_TASK
 
@@ -140,6 +140,7 @@ STATUS = (
     StatusMetric("immortal_spilled_bytes", "... and on disk alone", "outputs.*.spilled_bytes", label="peer"),
     StatusMetric("immortal_window_bytes", "What may be on its way to a peer", "outputs.*.window_bytes", label="peer"),
     StatusMetric("immortal_peer_connected", "1 if the peer is connected", "outputs.*.connected", label="peer"),
+    StatusMetric("immortal_stream_stopped", "1 if calls to the peer stand still", "stopped.*", label="peer"),
 )
 
 
@@ -177,6 +178,7 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> Iterator[Metric]:
         "records": status.get("sequence_id", -1) + 1,
         "log_full": bool((status.get("log") or {}).get("full")),
         "held_up": {peer: peer in held_up for peer in outputs},
+        "stopped": {peer: bool(one.get("error")) for peer, one in outputs.items()},
     }
     for metric in STATUS:
         family = metric.family()
@@ -228,6 +230,9 @@ class NoticeMetrics:
         self._name = name
         self._clock_s = clock_s
         self._notices = Counter(*NOTICES, [INSTANCE, "notice", "level"], registry=registry)
+        for kind in notice_types():  # each is 0 at first: a series that begins at 1 has no increase
+            if kind.level != "trace":
+                self._notices.labels(name, kind.__name__, kind.level)
         self._began_s: dict[type[Notice], float] = {}  # the last of these
         self._begins = frozenset(one.began for one in TIMES)
         self._times = {}

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Protocol, TextIO
 
@@ -93,6 +93,15 @@ class CommitTimed(TimedNotice):
 
 class SyncTimed(TimedNotice):
     """An entry of the journal, or a transaction of LMDB's, is on the disk: a part of a commit, or of a trim."""
+
+
+def notice_types(base: type[Notice] = Notice) -> Iterator[type[Notice]]:
+    """Yield all types of notices that are emitted, except lines, which have no type of their own."""
+    for one in base.__subclasses__():
+        if not issubclass(one, Line):
+            if not one.__name__.startswith("_") and one is not TimedNotice:
+                yield one
+            yield from notice_types(one)
 
 
 class ReadinessSink:

@@ -242,7 +242,7 @@ class ServiceProcess:
             self._sink.line(self.name, text)
             return
         level: Level = parsed["level"]  # type: ignore[assignment]  # one of them, by the pattern
-        self._sink.line(self.name, parsed["text"], level, parsed["clock"])
+        self._sink.line(self.name, (parsed["sign"] + parsed["text"]).lstrip(" "), level, parsed["clock"])
         if parsed["sign"] == "> ":
             return
         said = parsed["text"]

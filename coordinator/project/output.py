@@ -5,10 +5,11 @@ while a question is open, so that a debugger's prompt stays where it is; typed t
 Colors and the line of states are for terminals; elsewhere, and with NO_COLOR, the output is plain text.
 
 The files are <home>/NAME/output.log and older ones, output.log.1 and so on, readable by their owner alone. Each line
-begins with its time and level; "-" stands for the app:
+begins with its time and level; "-" stands for what the app prints, ">" for what it logs:
 
     2026-11-22T23:59:59.123Z info ready
     2026-11-22T23:59:59.250Z - till has 100
+    2026-11-22T23:59:59.251Z warning > sold much  cents=100
 """
 
 from __future__ import annotations

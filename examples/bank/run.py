@@ -108,8 +108,15 @@ def main() -> int:
     def work(folder: Path) -> tuple[list[str], str]:
         home = folder / REGISTRY_NAME
         environment = {**os.environ, "BANK_TRANSFERS": str(options.transfers), "BANK_SEED": str(seed)}
+        for name in APPS:
+            supervised.register(home, name, *supervised.KEEP_ALL)
         elapsed_s = supervised.run(
-            home, APPS, FOLDER, lambda name: environment, "settled", [TELLER], options.transfers, kills
+            APPS,
+            lambda name: supervised.Instance(name, APPS[name], home, FOLDER, environment, "settled"),
+            "settled",
+            [TELLER],
+            options.transfers,
+            kills,
         )
         states = {name: supervised.final_state(home, name, FOLDER) for name in APPS}
         print_results(states, kills)

@@ -20,56 +20,33 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from immortal.client import connect as connect_client
 from immortal.patterns.clone import Table, connect
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from supervised import POLL_S, SUPERVISOR, Instance, Keeper, register
+
 NAME = "prices"
 KEYS = 200
 HERE = Path(__file__).parent
 
 
-class Service:
-    """Process that is killed and restarted."""
+class Reader:
+    """Process of reader.py."""
 
-    stderr: int | None = subprocess.DEVNULL
-
-    def __init__(self, folder: Path, *command: str) -> None:
-        self._command = [sys.executable, *command]
-        self._environment = {**os.environ, "IMMORTAL_HOME": str(folder / "home"), "PYTHONPATH": str(HERE.parents[1])}
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            self._command,
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.stderr,
-            text=True,
-        )
-
-    def kill(self) -> None:
-        """Kill the process with kill -9; processes that it has started die with it."""
-        self.process.kill()
-        self.process.communicate()
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
-
-class Reader(Service):
-    stderr = None
-
-    def __init__(self, folder: Path, *publishers: str) -> None:
-        super().__init__(folder, str(HERE / "reader.py"), NAME, *publishers)
+    def __init__(self, environment: Mapping[str, str], publishers: Sequence[str]) -> None:
+        command = [sys.executable, str(HERE / "reader.py"), NAME, *publishers]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
         self.told()
 
     def told(self) -> dict[str, Any]:
-        line = self.line()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
             raise SystemExit("a reader has ended")
         told: dict[str, Any] = json.loads(line)
@@ -120,28 +97,31 @@ class Writers:
 
 def storm(folder: Path, options: argparse.Namespace) -> int:
     home = folder / "home"
-    register = [sys.executable, "-m", "immortal", "--home", str(home), "register", NAME]
-    subprocess.run([*register, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=subprocess.DEVNULL)
-    table = Service(folder, "-m", "immortal", "run", NAME, "--restart", "immortal.patterns.clone:Table")
+    register(home, NAME)
+    environment = {**os.environ, "IMMORTAL_HOME": str(home), "PYTHONPATH": str(HERE.parents[1])}
+    table = Instance(NAME, "immortal.patterns.clone:Table", home, folder, environment)
+    places: list[str] = []  # of the forwarder: the same one after a restart
+
+    def forward() -> list[str]:
+        command = [sys.executable, "-m", "immortal.patterns.clone", "forward", NAME]
+        return [*command, *(["--listen", places[0]] if places else [])]
+
+    forwarder = Keeper(forward, lambda line: places.append(line.split()[-1]), environment=environment)
     readers: list[Reader] = []
-    started = [table]
     try:
-        forwarder = Service(folder, "-m", "immortal.patterns.clone", "forward", NAME)
-        started.append(forwarder)
-        place = forwarder.line().split()[-1]
-        forwarder._command += ["--listen", place]  # the same endpoint after a restart
-        readers += [Reader(folder, *([place] if index % 2 else [])) for index in range(options.readers)]
+        table.until_ready()
+        wait_for(lambda: len(places), 1, "forwarders")
+        readers += [Reader(environment, places[: index % 2]) for index in range(options.readers)]
         writers = Writers(home, options.updates, options.seed)
         frozen = readers[-1]
         for kill in range(options.kills):
-            _wait_for(writers, options.updates * (kill + 1) // (options.kills + 2))
+            wait_for(lambda: len(writers.told), options.updates * (kill + 1) // (options.kills + 2), "updates")
             if kill == 0:
                 frozen.process.send_signal(signal.SIGSTOP)
                 thawing = threading.Timer(options.freeze, frozen.process.send_signal, [signal.SIGCONT])
                 thawing.start()
-            for service in started:
-                service.kill()
-                service.start()
+            table.kill(SUPERVISOR)
+            forwarder.kill()
         writers.join()
         if options.kills:
             thawing.join()
@@ -151,9 +131,10 @@ def storm(folder: Path, options: argparse.Namespace) -> int:
             status = proxy.status()
     finally:
         for reader in readers:
-            reader.kill()
-        for service in started:
-            service.kill()
+            reader.process.kill()
+            reader.process.communicate()
+        forwarder.end()
+        table.end()
     expected = writers.values()
     wrong = sum(one["values"] != expected or not one["same"] or one["backwards"] > 0 for one in found)
     again = sum(one["whole"] > 1 for one in found[:-1:2])
@@ -168,12 +149,12 @@ def storm(folder: Path, options: argparse.Namespace) -> int:
     return int(wrong > 0 or again > 0)
 
 
-def _wait_for(writers: Writers, updates: int) -> None:
+def wait_for(count: Callable[[], int], wanted: int, what: str) -> None:
     deadline_s = time.monotonic() + 120
-    while len(writers.told) < updates:
+    while count() < wanted:
         if time.monotonic() > deadline_s:
-            raise SystemExit(f"{len(writers.told)} of {updates} updates within 120 s")
-        time.sleep(0.01)
+            raise SystemExit(f"{count()} of {wanted} {what} within 120 s")
+        time.sleep(POLL_S)
 
 
 def main() -> int:

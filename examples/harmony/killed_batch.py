@@ -12,12 +12,11 @@ import argparse
 import contextlib
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import collatz
@@ -25,7 +24,7 @@ import collatz
 from immortal.patterns.harmony import Ventilator, connect
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from supervised import APP, COORDINATOR, Instance, register
+from supervised import APP, COORDINATOR, POLL_S, Instance, Keeper, register
 
 HERE = Path(__file__).parent
 PATIENCE_S = 300.0  # of each call: a busy machine takes long to start or recover an instance
@@ -33,50 +32,29 @@ ROLES = (APP, COORDINATOR)
 CLASSES = {"cluster": "immortal.patterns.harmony:Cluster", "steps": "immortal.patterns.harmony:Collector"}
 
 
-class Workers:
-    def __init__(self, folder: Path, count: int) -> None:
-        self._environment = {**os.environ, "IMMORTAL_HOME": str(folder)}
-        self._processes = [self._start() for _ in range(count)]
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "immortal.patterns.harmony", "work", "cluster", "collatz:steps"]
-        return subprocess.Popen(command, cwd=HERE, env=self._environment)
-
-    def kill(self, chance: random.Random) -> None:
-        """Kill a worker, and start another one in its place."""
-        index = chance.randrange(len(self._processes))
-        self._processes[index].kill()
-        self._processes[index].wait()
-        self._processes[index] = self._start()
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-
-def kill_all_along(cluster: Ventilator, size: int, plan: list[Workers | Instance], chance: random.Random) -> None:
-    """Kill one of ``plan``, or a process of it, each time that another equal part of the batch is done."""
-    for index, victim in enumerate(plan):
+def kill_all_along(cluster: Ventilator, size: int, plan: Sequence[Callable[[], object]]) -> None:
+    """Do one of the kills of ``plan`` each time that another equal part of the batch is done."""
+    for index, kill in enumerate(plan):
         while cluster.progress("collatz").done < size * (index + 1) // (len(plan) + 1):
-            time.sleep(0.02)
-        if isinstance(victim, Workers):
-            victim.kill(chance)
-        else:
-            victim.kill(chance.choice(ROLES))
+            time.sleep(POLL_S)
+        kill()
 
 
 @contextlib.contextmanager
-def running(folder: Path, workers: int) -> Iterator[tuple[Workers, list[Instance]]]:
+def running(folder: Path, workers: int) -> Iterator[tuple[list[Keeper], list[Instance]]]:
+    """Run the workers, each with a keeper that starts another one in its place, and the two instances."""
+    command = [sys.executable, "-m", "immortal.patterns.harmony", "work", "cluster", "collatz:steps"]
+    environment = {**os.environ, "IMMORTAL_HOME": str(folder), "PYTHONPATH": str(HERE)}
     with contextlib.ExitStack() as stack:
         services = []
         for name in CLASSES:
             register(folder, name)
             services.append(Instance(name, CLASSES[name], folder, HERE, os.environ))
             stack.callback(services[-1].end)
-        made = Workers(folder, workers)
-        stack.callback(made.end)
-        yield made, services
+        keepers = [Keeper(lambda: command, print, environment=environment) for _ in range(workers)]
+        for keeper in keepers:
+            stack.callback(keeper.end)
+        yield keepers, services
 
 
 def main() -> int:
@@ -91,18 +69,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "registry"
         with (
-            running(folder, options.workers) as (workers, services),
+            running(folder, options.workers) as (keepers, services),
             connect("cluster", home=folder, timeout=PATIENCE_S) as cluster,
         ):
-            plan: list[Workers | Instance] = [workers] * options.kills
-            plan += [services[index % 2] for index in range(options.instances)]
+            plan: list[Callable[[], object]] = [lambda: chance.choice(keepers).kill()] * options.kills
+            plan += [
+                lambda one=services[index % 2]: one.kill(chance.choice(ROLES)) for index in range(options.instances)
+            ]
             chance.shuffle(plan)
             began_s = time.monotonic()
             batch = cluster.batch("collatz", "steps", collector="steps")
             with connect("cluster", home=folder, timeout=PATIENCE_S) as other:
-                killing = threading.Thread(
-                    target=kill_all_along, args=(other, options.tasks, plan, chance), daemon=True
-                )
+                killing = threading.Thread(target=kill_all_along, args=(other, options.tasks, plan), daemon=True)
                 killing.start()
                 batch.send(range(options.tasks), report=print)
                 progress = batch.wait(report=print)

@@ -48,9 +48,14 @@ def main() -> int:
         home, total = folder / REGISTRY_NAME, 3 * options.orders
         kills = supervised.draw_kills(options.kills, total, APPS, ROLES, random.Random(options.seed))
         environment = {**os.environ, "ORDERBOOK_ORDERS": str(options.orders)}
-        elapsed_s = supervised.run(
-            home, APPS, FOLDER, lambda name: {**environment, "ORDERBOOK_TRADER": name}, "orders", BOOKS, total, kills
-        )
+        for name in APPS:
+            supervised.register(home, name, *supervised.KEEP_ALL)
+
+        def start(name: str) -> supervised.Instance:
+            own = {**environment, "ORDERBOOK_TRADER": name}
+            return supervised.Instance(name, APPS[name], home, FOLDER, own, "orders")
+
+        elapsed_s = supervised.run(APPS, start, "orders", BOOKS, total, kills)
         states = {name: supervised.final_state(home, name, FOLDER) for name in BOOKS}
         check(states, options.orders)
         book = states[BOOKS[0]]

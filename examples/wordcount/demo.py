@@ -16,25 +16,20 @@ import random
 import sys
 import sysconfig
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import wordcount
 from networks import ADDRESSES, Networks, NetworksError
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from immortal.appsdk.state import decode_envelope
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
-from immortal.log import open_reader
 from immortal.protocol.errors import ImmortalError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -43,12 +38,12 @@ from supervised import APP, COORDINATOR, REGISTRY_NAME, Kill, RunError, console
 
 LINES_WANTED = 600_000  # of the default input
 POLL_S = 0.05
-STALLED_S = 60.0  # without progress for so long, the run fails
 PEER_PORT = 7400  # no other process has it in a network of its own
 READER, COUNTER = "reader", "counter"
 APPS = {READER: "wordcount:Reader", COUNTER: "wordcount:Counter"}
 SIDES = {name: side for side, name in enumerate(APPS)}
 ROLES = (APP, COORDINATOR)
+FOLDER = Path(__file__).parent
 
 
 # --- the input -------------------------------------------------------------------------------------------------------
@@ -82,95 +77,38 @@ def plain_count(files: Sequence[Path]) -> tuple[Counter[str], int]:
     return words, line_count
 
 
-# --- one instance under its supervisor -------------------------------------------------------------------------------
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 
 class Instance(supervised.Instance):
-    """Instance that is watched through its log lines and its coordinator's status.
+    """Instance that counts the lines of its coordinator's status. ``networks``: set if each instance has its own."""
 
-    ``networks``: set if each instance has its own.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        environment: Mapping[str, str],
-        total: int,
-        kills: list[Kill],
-        networks: Networks | None,
-    ) -> None:
-        self.folder, self.total, self.kills, self.networks = folder, total, kills, networks
+    def __init__(self, name: str, home: Path, environment: Mapping[str, str], networks: Networks | None) -> None:
         self.status: dict[str, Any] = {}
-        self.lines = 0  # its progress
-        self.error: str | None = None
-        self.done: list[Kill] = []
         inside = list if networks is None else partial(networks.inside, SIDES[name])
-        super().__init__(name, APPS[name], folder.parent, Path(__file__).parent, environment, inside=inside)
-        self.stopping = threading.Event()
-        self.watcher = threading.Thread(target=self._watch, daemon=True)
-        self.watcher.start()
+        super().__init__(name, APPS[name], home, FOLDER, environment, inside=inside)
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, args=(home / name, networks), daemon=True)
+        self._watcher.start()
 
-    def _watch(self) -> None:
-        """Query the status, and kill when a kill is due and the last one is recovered from."""
-        try:
-            if self.networks is not None:
-                self.networks.enter(SIDES[self.name])
-            self._watch_kills()
-        except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"
+    def _watch(self, folder: Path, networks: Networks | None) -> None:
+        if networks is not None:
+            networks.enter(SIDES[self.name])
+        while not self._stopping.wait(POLL_S):
+            with suppress(ImmortalError):  # it is down, or busy
+                self.status = control.query(folder, "status", 1.0)
+                self.count = max(self.count, self._lines())
 
-    def _watch_kills(self) -> None:
-        killed: tuple[Kill, float, int] | None = None  # the kill to recover from, when, and the epoch then
-        waiting = deque(self.kills)
-        while not self.stopping.wait(POLL_S):
-            if self.supervisor.poll() is not None:
-                self.error = f"its supervisor ended with status {self.supervisor.returncode}"
-                return
-            try:
-                status = control.query(self.folder, "status", 1.0)
-            except ImmortalError:
-                continue  # it is down, or busy
-            if status["phase"] != "normal" or (killed and status["epoch"] <= killed[2]):
-                continue
-            if killed is not None:
-                killed[0].recovery_s = time.monotonic() - killed[1]
-                self.done.append(killed[0])
-                killed = None
-            self.lines = max(self.lines, self._progress(status))
-            if waiting and self.lines >= waiting[0].count and self.kill(waiting[0].role):
-                kill = waiting.popleft()
-                kill.count = self.lines
-                killed = (kill, time.monotonic(), status["epoch"])
-                continue
-            self.status = status
-
-    def _progress(self, status: dict[str, Any]) -> int:
-        """Return the lines done: for Reader the calls that it has made, for Counter those in its log."""
+    def _lines(self) -> int:
+        """Return the lines done: for Reader those that Counter has logged, for Counter those in its log."""
         if self.name == READER:
-            return int(status["outputs"].get(COUNTER, {}).get("position", 0))
-        return int(status["inputs"].get(READER, {}).get("position", 0))
-
-    def is_complete(self) -> bool:
-        """Return True if all lines went through and every kill is recovered from."""
-        status = self.status
-        if len(self.done) < len(self.kills) or not status or status["backlog_records"]:
-            return False
-        if self.name == READER:
-            output = status["outputs"].get(COUNTER, {"position": 0, "acknowledged": 0})
-            return bool(output["acknowledged"] == output["position"] == self.total)
-        return self._progress(status) == self.total
-
-    def stop_watching(self) -> None:
-        self.stopping.set()
-        self.watcher.join()
+            return int(self.status["outputs"].get(COUNTER, {}).get("acknowledged", 0))
+        return int(self.status["inputs"].get(READER, {}).get("position", 0))
 
     def end(self) -> None:
-        self.stop_watching()
+        self._stopping.set()
+        self._watcher.join()
         super().end()
-
-
-# --- the run ---------------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -180,85 +118,29 @@ def run(
 
     ``keep``: never trim the logs, which are read later. ``networks``: set if each instance has its own.
     """
-    home = folder / REGISTRY_NAME
-    listing = folder / "files.txt"
+    home, listing = folder / REGISTRY_NAME, folder / "files.txt"
     listing.write_text("".join(f"{file}\n" for file in files))
     environment = {**os.environ, "WORDCOUNT_FILES": str(listing)}
     registry = Registry(home)
-    folders: dict[str, Path] = {}
-    for name in (COUNTER, READER):
+    for name in APPS:
         trimming: dict[str, Any] = {"keep_checkpoints": None} if keep else {}
         peer = "tcp://127.0.0.1:*" if networks is None else f"tcp://{ADDRESSES[SIDES[name]]}:{PEER_PORT}"
         settings = registry.register(name, peer, **trimming)
         if networks is not None:
             keys.make(settings.folder)  # required outside loopback
-        folders[name] = settings.folder
     instances: list[Instance] = []
-    try:
-        started_s = time.monotonic()
-        for name, place in folders.items():
-            own = [kill for kill in kills if kill.name == name]
-            instances.append(Instance(name, place, environment, total, own, networks))
-        wait_until_complete(instances, total, len(kills))
-        elapsed_s = time.monotonic() - started_s
-        if networks is not None:
-            for instance in instances:
-                if instance.status["security"]["key"] is None:
-                    raise instance.failed("what went over the cable was not encrypted")
-            console.print("in two networks, with a cable between them; encrypted and authenticated with CURVE")
+
+    def start(name: str) -> Instance:
+        instances.append(Instance(name, home, environment, networks))
+        return instances[-1]
+
+    elapsed_s = supervised.run(APPS, start, "lines", list(APPS), total, kills)
+    if networks is not None:
         for instance in instances:
-            instance.stop_watching()
-        for instance in instances:
-            instance.stop()
-        return elapsed_s
-    finally:
-        for instance in instances:
-            instance.end()
-
-
-def wait_until_complete(instances: Sequence[Instance], total: int, kill_count: int) -> None:
-    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        bars = {
-            READER: progress.add_task("lines read", total=total),
-            COUNTER: progress.add_task("lines counted", total=total),
-        }
-        kills_bar = progress.add_task("kills", total=kill_count)
-        moved_s = time.monotonic()
-        before: tuple[int, ...] = ()
-        while not all(instance.is_complete() for instance in instances):
-            for instance in instances:
-                progress.update(bars[instance.name], completed=instance.lines)
-                if instance.error is not None:
-                    raise instance.failed(instance.error)
-            recovered = sum(len(instance.done) for instance in instances)
-            progress.update(kills_bar, completed=recovered)
-            now = (recovered, *(instance.lines for instance in instances))
-            if now != before:
-                before, moved_s = now, time.monotonic()
-            elif time.monotonic() - moved_s > STALLED_S:
-                slowest = min(instances, key=lambda instance: instance.lines)
-                raise slowest.failed(f"nothing has moved for {STALLED_S:.0f} s; last status: {slowest.status}")
-            time.sleep(POLL_S)
-        for name in bars:
-            progress.update(bars[name], completed=total)
-        progress.update(kills_bar, completed=kill_count)
-
-
-def final_state(folder: Path, name: str) -> dict[str, Any]:
-    """Return the attributes in the checkpoint that the clean stop has just written."""
-    settings = Registry(folder / REGISTRY_NAME).load(name)
-    with open_reader(settings.log, name) as reader:
-        summary = reader.summary()
-        newest = summary.checkpoints[-1]
-        if newest.sequence_id != summary.last_sequence_id:
-            raise RunError(
-                f"{name}: the last checkpoint is of record {newest.sequence_id},"
-                f" the log ends with record {summary.last_sequence_id}: the stop was not clean"
-            )
-        blob = b"".join(reader.checkpoint_chunks(newest.checkpoint_id))
-        state: dict[str, Any] = msgspec.msgpack.decode(decode_envelope(blob)[1])
-        return state
+            if instance.status["security"]["key"] is None:
+                raise instance.failed("what went over the cable was not encrypted")
+        console.print("in two networks, with a cable between them; encrypted and authenticated with CURVE")
+    return elapsed_s
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
@@ -266,8 +148,9 @@ def final_state(folder: Path, name: str) -> dict[str, Any]:
 
 def compare(folder: Path, expected: Counter[str], total: int) -> list[str]:
     """Return the differences; none if all is equal."""
-    words = final_state(folder, COUNTER)["words"]
-    lines = final_state(folder, READER)["lines"]
+    home = folder / REGISTRY_NAME
+    words = supervised.final_state(home, COUNTER, FOLDER)["words"]
+    lines = supervised.final_state(home, READER, FOLDER)["lines"]
     console.print(f"plain Counter: {expected.total():,} words, {len(expected):,} distinct, {total:,} lines")
     console.print(f"two immortals: {sum(words.values()):,} words, {len(words):,} distinct, {lines:,} lines")
     differences = [

@@ -112,6 +112,11 @@ class Fleet(ABC):
     states: Mapping[str, LogState]
 
     @property
+    def sources(self) -> list[str]:
+        """Folders and URLs that are read."""
+        return [state.folder for state in self.states.values()]
+
+    @property
     def unreadable(self) -> Sequence[Unreadable]:
         """The logs that could not be read, as far as they were tried."""
         return ()
@@ -221,6 +226,10 @@ class ExportFleet(Fleet):
         self.tables: list[str] = state["tables"]
         self.exported: dict[str, dict[str, int]] = state["exported"]
         self.states = convert(state["instances"], dict[str, LogState])
+
+    @property
+    def sources(self) -> list[str]:
+        return [str(self.folder)]
 
     def table(
         self,

@@ -119,8 +119,7 @@ class CallComparison:
         return same and once is not None and once == decoding.decode(was_number, type=int)
 
     def _execution(self, service: Service, one: Difference) -> object | None:
-        """Return the key of a call by the execution that makes it, or of an answer by its call; None if it has
-        none."""
+        """Return the key of a call by the execution that makes it, or of an answer by its call; None if it has none."""
         destination, rpc = one.destination, rpc_of(one.message)
         if rpc.kind != RpcKind.CALL:
             front = decoding.decode(rpc.arguments, type=list[msgspec.Raw])[:2]

@@ -22,8 +22,9 @@ from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.open import log_exists
 from immortal.coordinator.log.reader import LogReader
+from immortal.protocol import personal_keys
 from immortal.protocol.errors import ImmortalError
-from immortal.replay.app_process import code_environment, own_code_at_end
+from immortal.replay.app_process import code_environment, forgotten_notes, own_code_at_end
 from immortal.replay.fleet.model import Answer, Check, Logs, Rules
 from immortal.replay.fleet.outcome import FleetOutcome, what_if_fleet
 from immortal.replay.fleet.player import first_checkpoint, limited
@@ -79,7 +80,7 @@ def what_if(
         )
         rules = Rules(effects, answer, check, delays=delays, progress=progress)
         outcome = what_if_fleet(logs, rules, seeds=seeds, details=details, orders=orders)
-        outcome.notes += fleet.notes
+        outcome.notes += [*fleet.notes, *forgotten_notes(sorted(personal_keys.noted))]
         return outcome
 
 

@@ -26,6 +26,7 @@ from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, record_of, rpcs
+from immortal.protocol import personal_keys
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.extensions import RandomDraw, decode_app_batch, decode_origins, encode_record_time
@@ -187,9 +188,16 @@ def stop(number: int, frame: object) -> None:
 
 def seal_process(limit_s: float) -> None:
     """Forbid connections and processes to code that a player runs, and limit a record, and a check, to ``limit_s``, as
-    long as this process lives. Call it in the main thread.
+    long as this process lives; threads that start from here on do not keep it alive. Call it in the main thread.
     """
     global _limit_s
+    start = threading.Thread.start
+
+    def start_as_daemon(thread: threading.Thread) -> None:
+        thread.daemon = True
+        start(thread)
+
+    setattr(threading.Thread, "start", start_as_daemon)  # noqa: B010 (the type checker refuses another form)
     gc.set_threshold(NEW_OBJECTS_MAX)  # many handlers wait at once: a fifth of the time would go into collections
 
     def look(event: str, arguments: object) -> None:
@@ -198,6 +206,7 @@ def seal_process(limit_s: float) -> None:
 
     sys.addaudithook(look)
     signal.signal(signal.SIGALRM, stop)
+    os.environ[personal_keys.NOTES_VARIABLE] = os.devnull
     _limit_s = limit_s
 
 

@@ -436,9 +436,9 @@ def test_status_of_a_running_instance(letters: InstanceSettings, monkeypatch: py
         "name": "counter",
         "phase": "normal",
         "handling": handling,
-        "letters": {"count": 2, "bytes": 2048, "dropped": 7},
+        "letters": {"count": 2, "bytes": 2048, "lost": 7},
         "verdicts": {"refused": 0, "undone": 2},
-        "suspect": {"sequence_id": 312, "message_index": -1, "runs_count": 1},
+        "suspect": {"record": 312, "message": None, "runs": 1},
     }
     monkeypatch.setattr(control, "query", lambda folder, verb, *timeout_s: status)
     monkeypatch.setattr(control, "running", lambda folder: control.ControlFile(pid=1, control="", started_ns=0))

@@ -138,6 +138,7 @@ def test_a_sound_log(home: Path) -> None:
         "findings": [],
         "remedy": None,
         "unsaved": None,
+        "diverged": None,
     }
 
 

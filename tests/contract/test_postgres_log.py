@@ -747,7 +747,7 @@ def test_a_schema_of_before_is_brought_forward_with_what_is_in_it(
     with monkeypatch.context() as newer:
         newer.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, more))
         newer.setattr(schema, "VERSION", new)
-        needs = f"has version {old}, this program needs version {new}: 'immortal log migrate"
+        needs = f"has version {old}, this program needs version {new}: 'immortal log upgrade"
         with pytest.raises(LogFormatError, match=needs):
             open_log(url, "alice")
         said: list[str] = []

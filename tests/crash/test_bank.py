@@ -66,6 +66,29 @@ def test_a_moment_of_the_past_and_who_waited_then(home: Path) -> None:
     assert past["$waiting"]
 
 
+@pytest.mark.cluster
+def test_the_notebook_answers_an_operators_questions(home: Path) -> None:
+    cells = json.loads((BANK / "operator.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    environment = {**os.environ, "IMMORTAL_HOME": str(home), "MPLBACKEND": "agg"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-"],
+        input=code,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=BANK,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    assert f"|teller|teller  |transfer|{TRANSFERS} |" in said  # the calls of each method
+    assert "|sequence_id|" in said  # pauses
+    assert "|credit|AccountClosedError" in said
+    assert "sound: every message was executed once, in order, after its cause" in said
+    assert "|teller  |transfer|call " in said  # what waited in the middle
+
+
 def test_the_books_are_looked_at_closely(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BANK))
     import run  # type: ignore[import-not-found]

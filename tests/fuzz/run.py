@@ -106,20 +106,24 @@ def main() -> int:
         name, found, seconds = sys.argv[2:]
         fuzz(name, Path(found), int(seconds))
         return 0
+    from tests import proof
     from tests.fuzz.seeds import SEEDS
 
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"default: all of {', '.join(SEEDS)}")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all targets together (default: 10)")
+    proof.add_option(parser)
     options = parser.parse_args()
     unknown = [name for name in options.targets if name not in SEEDS]
     if unknown:
         parser.error(f"there is no target {unknown[0]!r}; known: {', '.join(SEEDS)}")
     if options.minutes <= 0:
         parser.error(f"--minutes {options.minutes:g}; a positive number was expected")
+    recorder = proof.Recorder(is_on=options.record)
     names = options.targets or list(SEEDS)
     share_s = max(1, round(options.minutes * 60 / len(names)))
-    defects = 0
+    command = " ".join(["scripts/fuzz", f"--minutes {options.minutes:g}", *options.targets])
+    defects = inputs = 0
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "tests.fuzz.run", "--here", name, folder, str(share_s)]
@@ -130,12 +134,14 @@ def main() -> int:
         if ended.returncode and not wrong:
             print(ended.stderr, file=sys.stderr)
             print(f"error: fuzzing {name} ended with status {ended.returncode}", file=sys.stderr)
-            return 1
+            return recorder.end("fuzzing", command, 1, {"inputs": inputs})
+        inputs += int(runs[0]) if runs else 0
         total = len(corpus_of(name))
         verdict = f"{wrong} show a defect" if wrong else "no defect"
         count = runs[0] if runs else "unknown"
         print(f"{name}: {count} runs in {share_s} s; {kept} inputs kept, {total} in all; {verdict}", flush=True)
-    return 3 if defects else 0
+    counts = {"inputs": inputs, "targets": len(names), "defects": defects}
+    return recorder.end("fuzzing", command, 3 if defects else 0, counts)
 
 
 if __name__ == "__main__":

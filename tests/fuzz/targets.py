@@ -16,6 +16,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
+    MESSAGES,
     EnvelopeError,
     Kind,
     as_conversation_message,
@@ -79,7 +80,7 @@ def envelope(data: bytes) -> None:
         found = decode_envelope(data)
     except EnvelopeError:
         return
-    if found.kind in (Kind.MESSAGE, Kind.TURN):
+    if found.kind in MESSAGES:
         again = encode_message(
             found.link_id,
             found.incarnation,
@@ -87,6 +88,7 @@ def envelope(data: bytes) -> None:
             found.lowest_pending_id,
             found.source_callback_id,
             found.skipped_count,
+            found.kind,
         )
         if found.kind == Kind.TURN:
             again = as_conversation_message(again, found.destination_callback_id)

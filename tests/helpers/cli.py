@@ -17,8 +17,8 @@ DEADLINE_S = 40.0
 HOME = "home"
 
 
-def command_line(*arguments: str, python: Sequence[str] = PYTHON) -> list[str]:
-    return [*python, "-m", "immortal", "--home", HOME, *arguments]
+def command_line(*arguments: str, python: Sequence[str] = PYTHON, home: str = HOME) -> list[str]:
+    return [*python, "-m", "immortal", "--home", home, *arguments]
 
 
 def immortal(
@@ -35,9 +35,11 @@ def immortal(
 class Run:
     """Process of `immortal run` in ``folder``, or of another ``command`` that keeps running."""
 
-    def __init__(self, folder: Path, *arguments: str, command: str = "run", python: Sequence[str] = PYTHON) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, command: str = "run", python: Sequence[str] = PYTHON, home: str = HOME
+    ) -> None:
         self.process = subprocess.Popen(
-            command_line(command, *arguments, python=python),
+            command_line(command, *arguments, python=python, home=home),
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

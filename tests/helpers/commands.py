@@ -24,6 +24,7 @@ HERE = frozenset(
         "checkpoint",
         "clock",
         "dead-letters",
+        "forget",
         "group",
         "handlers",
         "health",

@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import proof
 from tests.mutants.operators import Mutant, mutants
 from tests.mutants.rooms import PACKAGE, PYTEST, ROOMS, ROOT, BaselineError, Reach, Room, environment, reach_of
 
@@ -220,6 +221,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--line", type=int, metavar="L", help="and of this line alone: all of them")
     made.add_argument("--survivors", type=Path, default=ACCEPTED, metavar="FILE", help="those that are accepted")
     made.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at a time")
+    proof.add_option(made)
     return made
 
 
@@ -228,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.parse_args(argv)
     if options.number < 1 or options.jobs < 1:
         arguments.error("--number and --jobs: a positive number was expected")
+    recorder = proof.Recorder(is_on=options.record)
     only = None if options.only is None else options.only.rstrip("/")
     try:
         accepted = accepted_in(options.survivors)
@@ -260,7 +263,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_all(outcomes, stale)
     if is_interrupted:
         return STATUS_INTERRUPTED
-    return STATUS_SURVIVED if stale or any(outcome.killed_by is None for outcome in outcomes) else 0
+    survivors = sum(outcome.killed_by is None for outcome in outcomes)
+    command = f"scripts/mutants --number {options.number} --seed {options.seed}"
+    command += "" if only is None else f" --only {only}"
+    counts = {"mutants": len(outcomes), "survived": survivors}
+    return recorder.end("mutants", command, STATUS_SURVIVED if stale or survivors else 0, counts)
 
 
 if __name__ == "__main__":

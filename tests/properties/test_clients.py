@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from immortal.appsdk.client.errors import OutcomeUnknown, ReplyGone
-from immortal.appsdk.client.session import Call
+from immortal.appsdk.client.session import REQUEST_ACCEPTED, Call, Question
 from immortal.coordinator.core.limits import Limits
 from immortal.protocol.client_frames import Reply
 from tests.helpers.clients import World, is_conflict, value_of
@@ -123,6 +123,34 @@ def test_what_a_query_shows_no_crash_takes_back(moves: list[tuple[int, int]]) ->
         shown.append(msgspec.msgpack.decode(query.outcome.value))
     assert shown[-1] == world.entries
     assert all(one == shown[-1][: len(one)] for one in shown)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(MOVES)
+def test_a_call_that_counts_as_started_survives_a_crash_of_all(moves: list[tuple[int, int]]) -> None:
+    world = World()
+    play(world, moves)
+    world.submit(0, "add", 7777, "started")
+    question = Question(True, lambda call: None)
+    world.connections[0].ask(question, "started")
+    for turn in range(600):
+        world.client_turn(0)
+        while world.to_coordinator:
+            world.arrive_at_coordinator(0)
+        while world.to_clients:
+            world.arrive_at_client(0)
+        if question.outcome is not None:
+            break
+        if turn % 3 == 2:  # the disk is the slowest
+            world.disk()
+            world.app_turn()
+        world.now_s += 0.05
+    assert question.outcome is REQUEST_ACCEPTED or isinstance(question.outcome, Reply)
+    world.kill_coordinator()
+    world.connections.clear()
+    world.open_client(7, None)
+    world.settle([world.submit(7, "add", 9999)])
+    assert 7777 in world.entries
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

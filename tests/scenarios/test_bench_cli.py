@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from immortal.bench.calls import EMBEDDED, SIDECARS
+from immortal.bench.hops import STEPS
 from immortal.bench.processes import start_module
 from immortal.bench.workload import Case
 from immortal.cli import main
@@ -61,6 +62,16 @@ def test_calls_in_words_where_the_user_has_a_module_called_bench(
     assert "disk: append + fdatasync" in bench(Path("logs"))
 
 
+def test_the_hops_of_a_call_add_up_to_it(tmp_path: Path) -> None:
+    figures = figures_of("--calls", "--where", "--repeats", "1", "--folder", str(tmp_path))
+    times_us = {name: samples["immortal"][0] for name, samples in figures.items()}
+    whole_us = times_us.pop("16 B: p50 with stamps")
+    times_us.pop("16 B: p50 without stamps")
+    assert len(times_us) == len(STEPS) - 1
+    assert whole_us / 3 < sum(times_us.values()) < 3 * whole_us, times_us
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -107,3 +118,9 @@ def test_states_of_no_size(sizes: str) -> None:
     result = CliRunner().invoke(main, ["bench", "--failing", "--state", sizes])
     assert result.exit_code == 2
     assert "expected sizes in MiB" in result.output
+
+
+def test_hops_are_of_awaited_calls() -> None:
+    result = CliRunner().invoke(main, ["bench", "--where"])
+    assert result.exit_code == 2
+    assert "--where is for --calls" in result.output

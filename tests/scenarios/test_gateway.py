@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import date
 
 import immortal
-from immortal import Immortal, impulse, query, rpc
+from immortal import Immortal, Personal, impulse, query, rpc
 
 
 @dataclass
@@ -57,6 +57,10 @@ class Shop(Immortal):
     @rpc
     def decide(self, number: int, by: str) -> None:
         immortal.signal(f"approved {number}", by)
+
+    @rpc
+    def post(self, address: Personal[str]) -> int:
+        return len(address.value or "")
 
     @rpc
     def fail(self) -> None:
@@ -160,6 +164,14 @@ def test_calls_and_queries(gateway: Gateway) -> None:
     assert gateway.ask("POST", "/shop/total", {"front": "rum"})[:2] == (200, 1)
 
 
+def test_a_personal_value(folder: Path, gateway: Gateway) -> None:
+    pytest.importorskip("cryptography")
+    assert gateway.ask("POST", "/shop/post", {"address": {"subject": "ann", "value": "plugh"}})[:2] == (200, 5)
+    shown = immortal(folder, "log", "show", "shop")
+    assert "personal: 'ann'" in shown
+    assert "plugh" not in shown
+
+
 def test_a_call_with_a_key_is_made_once_whatever_is_killed(folder: Path, shop: Run, gateway: Gateway) -> None:
     before = total(gateway)
     first = gateway.ask("POST", "/shop/order", TEA, Idempotency_Key="order 1")
@@ -210,8 +222,10 @@ def test_a_call_is_cancelled(gateway: Gateway) -> None:
         ("POST", "/shop/order", {"item": {"name": "x"}}, 422, "arguments", "'day'"),
         ("POST", "/shop/order", {**TEA, "other": 1}, 422, "arguments", "'other'"),
         ("POST", "/shop/order", [1, 2, 3], 422, "arguments", "argument 1"),
+        ("POST", "/shop/post", ["Main Street"], 422, "arguments", 'Expected {"subject": the person\'s ID'),
+        ("POST", "/shop/post", [{"subject": "", "value": 1}], 422, "arguments", "the ID of a person was expected"),
         ("POST", "/shop/order", "x", 400, "json", "an object, by name"),
-        ("POST", "/shop/nothing", None, 404, "no-handler", "approve, decide, fail, order, total"),
+        ("POST", "/shop/nothing", None, 404, "no-handler", "approve, decide, fail, order, post, total"),
         ("POST", "/shop/hidden", None, 404, "no-handler", ""),
         ("POST", "/other/order", None, 404, "no-instance", "shop"),
         ("GET", "/shop/order", None, 405, "method", "POST"),

@@ -621,3 +621,14 @@ def test_without_java_one_line_says_so(logs: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("error: JAVA_HOME is /nonexistent, where there is no Java that runs; ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_run_is_reported_to_openlineage(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = tmp_path / "events"
+    monkeypatch.setenv("OPENLINEAGE__TRANSPORT__TYPE", "file")
+    monkeypatch.setenv("OPENLINEAGE__TRANSPORT__APPEND", "true")
+    monkeypatch.setenv("OPENLINEAGE__TRANSPORT__LOG_FILE_PATH", str(events))
+    run("verify", logs, "--lineage")
+    first, last = map(json.loads, events.read_text().splitlines())
+    assert (first["eventType"], last["eventType"]) == ("START", "COMPLETE")
+    assert {one["name"] for one in last["inputs"]} == {str(log) for log in logs.glob("*/log")}

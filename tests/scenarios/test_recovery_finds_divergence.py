@@ -91,3 +91,5 @@ def test_a_handler_that_reads_the_clock_is_found_by_the_recovery(folder: Path, s
     assert second.count("clock.py, line 11") == 1, "the line is named beside it"
     assert second.ended() == 1, "a restart would find the same"
     assert second.count("its log can't be replayed as it is, a restart would not help") == 1
+    assert "clock can NOT recover: 'clock' does not do again" in immortal(folder, "recover", "clock", status=1)
+    assert "its next start stops there" in immortal(folder, "doctor", "clock", status=1)

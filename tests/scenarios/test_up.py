@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import subprocess
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,15 @@ def test_a_project_in_the_background(folder: Path) -> None:
     immortal(folder, "call", "shop", "order", "2")
     assert seen(folder, "till has").startswith("till | ")
     line = seen(folder, "restarting nothing")  # of immortal.logger, which says nothing of the process
-    assert re.fullmatch(r"till \| \S+Z warning restarting nothing  cents=200 handler=Till.sold record=\d+:0\n", line), (
-        line
-    )
+    assert re.fullmatch(
+        r"till \| \S+Z warning > restarting nothing  cents=200 handler=Till.sold record=\d+:0\n", line
+    ), line
     assert [row["state"] for row in services(folder).values()] == ["running", "running"]
+    immortal(folder, "doctor", "--bundle", "report.zip", "till")
+    with zipfile.ZipFile(folder / "report.zip") as report:
+        said = report.read("report/till/output.txt").decode()
+    assert " info ready\n" in said
+    assert not re.search("cents=|till has", said)  # neither what the app logs nor what it prints
     shown = immortal(folder, "ps")
     assert "running" in shown
     assert "shop:Till" in shown

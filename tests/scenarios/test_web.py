@@ -242,6 +242,21 @@ def test_the_fleet_is_live(shown: Browser, fleet: Fleet) -> None:
     until(lambda: page.locator("tbody tr").count() == 1)
 
 
+def test_the_map_leads_to_who_waits(shown: Browser, fleet: Fleet) -> None:
+    shown.go("/").get_by_role("link", name="Map").click()
+    page = shown.page
+    page.wait_for_url("**/map")
+    page.locator(".map .line", has_text="desk to ledger").wait_for(state="attached")
+    row = page.locator("tbody tr", has_text="ledger")
+    until(lambda: row.locator("td[data-label='Per second']").inner_text() == "0")
+    with connect("desk", home=fleet.folder / HOME) as desk:
+        desk.add("live", 1)
+    until(lambda: row.locator("td[data-label='Per second']").inner_text() != "0")
+    looks_right(shown, "map")
+    page.locator("#map-desk-waits").press("Enter")
+    page.locator(".call", has_text="ask(").wait_for()
+
+
 def test_an_instance_and_who_waits_in_it(shown: Browser) -> None:
     page = shown.go("/i/desk")
     waiting = page.locator("h2:has-text('Waiting handlers') ~ table >> nth=0 >> tbody tr")

@@ -288,6 +288,14 @@ def test_a_module_that_ends_or_hangs_as_it_is_imported_is_said(folder: Path, mon
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_thread_that_never_ends_does_not_keep_the_command(folder: Path) -> None:
+    before = "class Shop(Immortal):"
+    app = variant(
+        folder, before, f"import threading\nthreading.Thread(target=threading.Event().wait).start()\n{before}"
+    )
+    assert "proved equal, and not run: stock, till" in what_if(folder, "--change", f"shop={app}", status=0)
+
+
 def test_a_damaged_record_is_named_with_its_service(folder: Path) -> None:
     flip_byte(folder / "logs" / "stock" / "log", 3)
     said = what_if(folder, "--change", f"shop={variant(folder, *TWICE)}", status=1)
@@ -386,8 +394,9 @@ def test_code_that_hangs_ends_with_its_command(folder: Path) -> None:
         assert not Path(folder, "pipe").read_text()
 
 
-def test_a_page_into_a_folder_that_is_missing_is_refused_first(folder: Path) -> None:
-    said = what_if(folder, "--change", f"shop={variant(folder)}", "--html", "missing/page.html", status=1)
+@pytest.mark.parametrize("option", ["--html", "--parquet"])
+def test_output_into_a_folder_that_is_missing_is_refused_first(folder: Path, option: str) -> None:
+    said = what_if(folder, "--change", f"shop={variant(folder)}", option, "missing/page", status=1)
     assert said.splitlines()[-1].endswith("there is no folder missing: make it, or give another place")
 
 

@@ -68,6 +68,17 @@ def home(tmp_path: Path) -> Home:
     return made
 
 
+def test_an_upgrade_says_the_format_and_changes_no_log_in_a_folder(home: Home, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in (home.settings.folder / "log").glob("*.mdb")}
+    says = f"the log of {NAME} has format 6 (authenticated): this program reads and writes it as it is\n"
+    for options in ((), ("--check",)):
+        assert home.run("log", "upgrade", NAME, *options).output == says
+    assert {path: path.read_bytes() for path in before} == before
+    other = Home(tmp_path / "other")
+    other.register()
+    assert "has no log yet: its first start" in other.run("log", "upgrade", NAME, "--check").output
+
+
 def test_the_first_start_makes_the_key(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.register("--log-key")

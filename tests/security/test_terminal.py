@@ -249,6 +249,7 @@ def immortal(registry: Registry, *arguments: str) -> str:
         "peers show counter --json",
         "status",
         "status --json",
+        "top --once --interval 0.5",
         "recover counter",
     ],
 )
@@ -261,7 +262,14 @@ def test_a_log_cannot_move_the_cursor_of_who_reads_it(registry: Registry, comman
 
 @pytest.mark.parametrize(
     "command",
-    ["status", "status --json", "peers show counter", "peers show counter --json", "dead-letters counter retry --all"],
+    [
+        "status",
+        "status --json",
+        "top --once --interval 0.5",
+        "peers show counter",
+        "peers show counter --json",
+        "dead-letters counter retry --all",
+    ],
 )
 def test_a_coordinator_cannot_move_the_cursor_of_who_asks_it(
     registry: Registry, command: str, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+from tests import proof
 from tests.simulation.marks import EXPECTED
 from tests.simulation.plan import FAULT_KINDS, Plan, draw
 from tests.simulation.shrink import shrink
@@ -177,6 +178,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--first", type=int, default=0, metavar="N", help="the first of them (default: 0)")
     made.add_argument("--minutes", type=float, metavar="M", help="no new ones after this time")
     made.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="processes at a time")
+    proof.add_option(made)
     one = made.add_argument_group("one seed, with its trace")
     one.add_argument("--seed", type=int, metavar="N", help="run this one")
     one.add_argument("--faults", metavar="0,3,...", help="only these faults of its plan; 'none': without any")
@@ -226,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return show_one(plan_of(options, arguments))
     if options.minutes is not None and options.minutes <= 0:
         arguments.error(f"--minutes {options.minutes:g}: a positive number was expected")
+    recorder = proof.Recorder(is_on=options.record)
     began_s, began_processor_s = time.monotonic(), _processor_s()
     deadline_s = None if options.minutes is None else began_s + options.minutes * 60
     count = options.seeds or (1000 if deadline_s is None else None)
@@ -236,11 +239,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failures:
         print(f"{len(failures)} failed: {', '.join(str(seed) for seed, _ in sorted(failures)[:20])}")
         show_failure(*min(failures))
-        return STATUS_FAILED
-    if totals.runs >= NIGHTLY_SEEDS and totals.marks.never_reached():
+    is_mark_missing = totals.runs >= NIGHTLY_SEEDS and bool(totals.marks.never_reached())
+    if is_mark_missing:
         print("a mark was never reached: the simulation does not go there any more, or the core does not")
-        return STATUS_NEVER_REACHED
-    return 0
+    return recorder.end(
+        "simulation",
+        f"scripts/simulate --first {options.first} --seeds {totals.runs}",
+        STATUS_FAILED if failures else STATUS_NEVER_REACHED if is_mark_missing else 0,
+        {"seeds": totals.runs, "crashes": totals.crashes, "faults": totals.faults.total(), "events": totals.events},
+    )
 
 
 def _processor_s() -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
 
+from tests import proof
 from tests.soak.faults import Faults
 from tests.soak.havoc import Havoc
 from tests.soak.outcomes import Fault
@@ -108,6 +109,7 @@ def main() -> int:
     parser.add_argument("--round", type=int, default=50, help="kills or faults before the counts are compared (50)")
     parser.add_argument("--seed", type=int, default=None, help="draws all; which one it was is printed")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), action="append", help="default: all, in turn")
+    proof.add_option(parser)
     options = parser.parse_args()
     if options.kills is not None and options.faults is not None:
         parser.error("--kills and --faults are two kinds of run: give one of them")
@@ -124,12 +126,22 @@ def main() -> int:
     if faults and not (shutil.which("cc") or shutil.which("gcc")):
         parser.error("--faults needs a C compiler, for the disks that fail and the clocks that jump")
     seed = random.randrange(1 << 32) if options.seed is None else options.seed
+    recorder = proof.Recorder(is_on=options.record)
+    minutes = f" --minutes {options.minutes:g}" if options.minutes < float("inf") else ""
     if options.ha:
         from tests.soak.ha import run  # psycopg is not needed otherwise
 
-        return run(options.takeovers or 200, options.minutes, seed, small=options.small, only=options.only or ())
+        count = options.takeovers or 200
+        status, counts = run(count, options.minutes, seed, small=options.small, only=options.only or ())
+        small = " --small" if options.small else ""
+        kinds = "".join(f" --only {kind}" for kind in options.only or ())
+        return recorder.end(
+            "takeovers", f"scripts/soak --ha{small} --takeovers {count}{minutes} --seed {seed}{kinds}", status, counts
+        )
     names = options.workload or sorted(WORKLOADS)
     what = "faults" if faults else "kills"
+    command = f"scripts/soak --{what} {total}{minutes} --seed {seed}"
+    command += "".join(f" --workload {name}" for name in options.workload or ())
     print(f"seed {seed}", flush=True)
     done: Counter[str] = Counter()
     beside: Counter[str] = Counter()
@@ -144,7 +156,7 @@ def main() -> int:
             course, found = run_round(name, faults, count, deadline_s, f"{seed}-{rounds}")
         except SoakError as error:
             print(f"soak: {error}", file=sys.stderr)
-            return 1
+            return recorder.end(what, command, 1, {what: done.total(), "rounds": rounds})
         rounds += 1
         done += course.counts
         beside += course.beside
@@ -155,7 +167,7 @@ def main() -> int:
     print(f"{done.total()} {what} in {rounds} rounds, {took_s:.0f} s: {each_s:.2f} s each")
     for kind, number in [*by_number(done), *by_number(beside)]:
         print(f"  {number:5} {kind}")
-    return 0
+    return recorder.end(what, command, 0, {what: done.total(), "rounds": rounds})
 
 
 if __name__ == "__main__":

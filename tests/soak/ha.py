@@ -22,8 +22,10 @@ from tests.soak.service import SoakError
 from tests.soak.takeovers import Faults, Outcome
 
 
-def run(takeovers: int, minutes: float, seed: int, *, small: bool, only: Sequence[str] = ()) -> int:
-    """``only``: names of the kinds that are drawn from; none: all."""
+def run(
+    takeovers: int, minutes: float, seed: int, *, small: bool, only: Sequence[str] = ()
+) -> tuple[int, dict[str, int]]:
+    """Return the exit status, and counts. ``only``: names of the kinds that are drawn from; none: all."""
     started_s = time.monotonic()
     isolated = has_rights()
     print(f"seed {seed}" + ("" if isolated else "; no cut cables and no full disks, which need root"), flush=True)
@@ -59,13 +61,14 @@ def run(takeovers: int, minutes: float, seed: int, *, small: bool, only: Sequenc
     except (SoakError, AssertionError) as error:
         keeps = True
         print(f"soak: seed {seed}, after {count} faults: {error}\nfiles are kept in {folder}", file=sys.stderr)
-        return 1
+        return 1, {"faults": count}
     finally:
         if not keeps:
             shutil.rmtree(folder, ignore_errors=True)
     print(found)
     _print_counts(done, ends, time.monotonic() - started_s)
-    return 0
+    moved = sum(len(outcome.moved) for each in done.values() for outcome in each)
+    return 0, {"faults": count, "takeovers": moved}
 
 
 def _print_counts(done: dict[Fault, list[Outcome]], ends: list[str], took_s: float) -> None:

@@ -380,6 +380,12 @@ def test_a_call_that_is_started_is_there_with_the_first_pong() -> None:
     assert talk.types == ["REQUEST"]
     talk.now_s += 1
     assert talk.types == ["PING"]
+    for _ in range(3):
+        talk.say(T.PONG, "key k", number=1, code=ClientCode.PENDING)
+        assert question.outcome is None, "a crash takes it back"
+        assert talk.types == [], "the commit needs a moment"
+        talk.now_s += 0.05
+        assert "PING" in talk.types
     talk.say(T.PONG, "key k", number=1)
     assert question.outcome is REQUEST_ACCEPTED
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,3 +167,24 @@ def test_without_its_compiler_the_installation_goes_on_in_pure_python(
     lines = run("setup.py", "-q", "build_ext", "--inplace", root=copied, PYTHONPATH=str(missing.parent))
     assert f"setup: pure Python {one.name}: it could not be compiled: there is no {compiler}" in lines
     assert not any(path.exists() for path in one.paths(copied).values())
+
+
+@pytest.mark.parametrize("name", ["appsdk/calls/context", "appsdk/calls/outbox"])
+def test_each_attribute_is_declared_where_the_class_is_compiled(name: str) -> None:
+    """A compiled class has only those: an assignment to another one would end the app."""
+    declared = (ROOT / f"{name}.pxd").read_text()
+    found = 0
+    for node in ast.parse((ROOT / f"{name}.py").read_text()).body:
+        if isinstance(node, ast.ClassDef) and (
+            part := re.search(rf"cdef class {node.name}:\n((?:    .*\n)+)", declared)
+        ):
+            assigned = {
+                each.attr
+                for each in ast.walk(node)
+                if isinstance(each, ast.Attribute)
+                and isinstance(each.ctx, ast.Store)
+                and ast.unparse(each.value) == "self"
+            }
+            assert assigned <= set(re.findall(r"\w+", part[1])), node.name
+            found += 1
+    assert found

@@ -136,14 +136,35 @@ class TestWithPrometheus:
             fires("ImmortalLogFull", 'immortal_log_full{instance_name="shop"}', "0 1x5", "3m", shop),
             fires(
                 "ImmortalStreamStopped",
-                'immortal_notices_total{instance_name="shop",notice="StreamStopped",level="error"}',
-                "0 0 1x9", "5m", {**shop, "notice": "StreamStopped", "level": "error"},
+                'immortal_notices_total{instance_name="shop",notice="PeerRefused",level="error"}',
+                "0 0 1x9", "5m", {**shop, "notice": "PeerRefused", "level": "error"},
             ),
             fires(
                 "ImmortalHeldUp", 'immortal_held_up{instance_name="shop",peer="till"}', "0 1x9", "9m",
                 {**shop, "peer": "till"},
             ),
             fires("ImmortalMessageEndsApp", 'immortal_suspect_runs{instance_name="shop"}', "0 1x9", "5m", {}),
+            fires("ImmortalHandlerHangs", 'immortal_handling_seconds{instance_name="shop"}', "0 61x5", "3m", shop),
+            fires(
+                "ImmortalTakenOver", 'immortal_notices_total{instance_name="shop",notice="TakingOver"}',
+                "_ 1x30", "5m", {**shop, "notice": "TakingOver"},
+            ),
+            fires(
+                "ImmortalTakenOver", 'immortal_notices_total{instance_name="shop",notice="TakingOver"}',
+                "_ 1x30", "25m", {},
+            ),
+            fires(
+                "ImmortalDiverged", 'immortal_notices_total{instance_name="shop",notice="Diverged"}',
+                "0 0 1x9", "5m", {**shop, "notice": "Diverged"},
+            ),
+            fires(
+                "ImmortalCallsRefused", 'immortal_refused_calls_total{instance_name="shop",caller="web"}',
+                "_ _ 1x30", "5m", {**shop, "caller": "web"},
+            ),
+            fires(
+                "ImmortalCallsRefused", 'immortal_refused_calls_total{instance_name="shop",caller="web"}',
+                "_ _ 1x30", "25m", {},
+            ),
         ]  # fmt: skip
         (tmp_path / "alerts.yml").write_text(_without_annotations(RULES.read_text()))
         file = tmp_path / "tests.json"

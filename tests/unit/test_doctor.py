@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from immortal.cli import main
 from immortal.coordinator.doctor import Finding, Level, home, installation, machine
-from immortal.coordinator.instances.own_logs import FOLDER_NAME, OWN_LOGS_FILE_NAME
+from immortal.coordinator.instances.own_logs import OwnLogs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.project.output import LogFiles
@@ -49,10 +49,9 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 def start_once(registry: Registry, name: str) -> Path:
     """What the first start leaves: a log, and the note of it."""
     settings = registry.load(name)
-    create_log(settings.log, name).close()
-    note = settings.folder / FOLDER_NAME / OWN_LOGS_FILE_NAME
-    note.parent.mkdir()
-    note.touch()
+    store = create_log(settings.log, name)
+    OwnLogs(settings.folder).add(store.backend.identity, authenticated=False)
+    store.close()
     return Path(settings.log)
 
 
@@ -139,6 +138,7 @@ def test_settings_that_make_no_sense(registry: Registry) -> None:
 
 
 def test_a_name_without_a_log_and_one_whose_log_is_gone(registry: Registry) -> None:
+    OwnLogs(registry.load("counter").folder).create()  # as a registration by the command does
     (never,) = of_level(home.findings(registry), Level.NOTE)
     assert never == "counter was never started: it has no log yet"
     log = start_once(registry, "counter")
@@ -425,6 +425,9 @@ def test_a_bundle_for_a_bug_report(registry: Registry, tmp_path: Path) -> None:
     output = LogFiles(registry.home, lambda: None)
     output.line("counter", "a handler failed token='planted'", "info")
     output.line("counter", "what the app prints: planted")
+    output.line("counter", "> Stock.order raised KeyError: 'planted'  arguments=\"('planted', 1)\"", "error")
+    output.line("counter", "it makes another call (now: 19: Till.sold('planted', 1)): mend it", "error")
+    output.line("counter", "the app leaves: Till.take raised ValueError: planted", "info")
     output.close()
     bundle = tmp_path / "report.zip"
 
@@ -441,7 +444,9 @@ def test_a_bundle_for_a_bug_report(registry: Registry, tmp_path: Path) -> None:
     assert all(name in said for name in parts)
     assert not any("planted" in text for text in files.values())
     assert "a handler failed token=***" in files["report/counter/output.txt"]
-    assert "1 line of the app left out" in files["report/counter/output.txt"]
+    assert "(now: 19: Till.sold(***" in files["report/counter/output.txt"]
+    assert "the app leaves: Till.take raised ValueError: ***" in files["report/counter/output.txt"]
+    assert "2 lines of the app left out" in files["report/counter/output.txt"]
     assert json.loads(files["report/counter/settings.json"])["name"] == "counter"
     assert json.loads(files["report/findings.json"])
     assert bundle.stat().st_mode & 0o077 == 0

@@ -35,6 +35,7 @@ STATUS: dict[str, Any] = {
             "spilled_bytes": 7,
             "window_bytes": 4096,
             "connected": False,
+            "error": "'feeder' was committer 1 and is 2 now",
         }
     },
     "verdicts": {"undone": 7, "killed": 0},
@@ -104,6 +105,7 @@ def test_what_is_served() -> None:
         ("immortal_checkpoints_failed", ""): 0,
         ("immortal_unsaved_seconds", ""): 0,
         ("immortal_peer_connected", "feeder"): 0,
+        ("immortal_stream_stopped", "feeder"): 1,
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from immortal.cli import lifecycle as module
-from immortal.cli.commands import main
+from immortal.cli import main
 from immortal.coordinator.instances.registry import Registry
 
 HEIR = "two (process 7)"

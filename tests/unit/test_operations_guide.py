@@ -19,6 +19,7 @@ from immortal.cli.what_if import _fleet
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 PAGES = (
     "operations",
+    "runbook",
     "monitor",
     "standby",
     "pause",
@@ -100,4 +101,6 @@ def test_every_command_of_an_operator_is_in_the_guide() -> None:
         "run",
         "log",
         "recover",
+        "peers",
+        "restore",
     }

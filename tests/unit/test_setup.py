@@ -64,7 +64,8 @@ class Machine:
         for name in has:
             (folder / name).touch()
         says = {"python3": PYTHON, "apt-get": APT_GET, "id": f"#!/bin/sh\necho {0 if root else 1000}\n"}
-        says |= {f"python3.{minor}": "#!/bin/sh\nexit 1\n" for minor in (11, 12, 13, 14)}
+        names = [*(f"python3.{minor}" for minor in (11, 12, 13, 14)), "chromium", "prometheus"]
+        says |= dict.fromkeys(names, "#!/bin/sh\nexit 1\n")
         says["sudo"] = '#!/bin/sh\necho "sudo $*" >>"$CALLS"\n[ "$2" = true ] || { shift; exec "$@"; }\n'
         if not sudo:
             says["sudo"] = "#!/bin/sh\nexit 1\n"

@@ -22,7 +22,6 @@ OURS = {
     "immortal.protocol.decoding",
     "immortal.coordinator",
     "immortal.cli",
-    "immortal.cli.commands",
     "immortal.coordinator.config",
     "immortal.coordinator.config.socket_addresses",
     "immortal.coordinator.config.settings_file",

@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 import threading
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -344,7 +345,7 @@ def test_classes_that_can_not_have_a_table_are_refused() -> None:
         class Default(Immortal):
             rows: Table[int, int] = {}  # type: ignore[assignment]  # noqa: RUF012
 
-    with pytest.raises(DefinitionError, match="rows = table"):
+    with pytest.raises(DefinitionError, match="not annotated as one"):
 
         class Untyped(Immortal):
             rows = table()
@@ -389,6 +390,26 @@ def test_rows_that_can_not_be_kept_are_refused_where_they_are_set() -> None:
     things.pairs["b", 0] = b"0"
     assert list(things.pairs.values(prefix=("a",))) == [b"1", b"2"]
     assert list(things.pairs.values(("a", 2))) == [b"2", b"0"]
+
+
+def test_equal_keys_are_one_row_of_the_annotated_type() -> None:
+    class Measured(Immortal):
+        by_size: Table[float, int]
+        by_moment: Table[datetime, int]
+
+    measured, moment = Measured(), datetime(2026, 1, 1, 12, tzinfo=timezone(timedelta(hours=2)))
+    for key in (1, 1.0, -0.0, 0.0):
+        measured.by_size[key] = len(measured.by_size)
+    measured.by_moment[moment] = 1
+    measured.by_moment[moment.astimezone(UTC)] = 2
+    again, schema = Measured(), definition_of(Measured).state()
+    state = schema.encode(measured)
+    assert len(state) == schema.with_tables(measured, schema.encode_attributes(measured))[0]
+    schema.restore(again, copied_envelope(definition_of(Measured).name, "msgspec"), memoryview(state))
+    assert again.by_size == {0.0: 2, 1.0: 1}
+    assert again.by_moment == {moment: 2}
+    del again.by_size[1], again.by_moment[moment]
+    assert len(schema.encode(again)) == schema.with_tables(again, schema.encode_attributes(again))[0]
 
 
 def test_a_handle_is_no_row() -> None:

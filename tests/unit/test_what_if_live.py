@@ -375,3 +375,6 @@ def test_a_report_goes_on_with_the_counts_of_an_earlier_process() -> None:
     assert report.totals == [Progress("shop", 12, 15, 12, 0.2)]
     assert report.line == "15 messages, 12 calls the same, 0 different, 0.2 s behind"
     assert not report.is_different
+    assert list(report.lines())[-1] == (
+        "no difference in what was compared; the notes say which records of shop were not"
+    )

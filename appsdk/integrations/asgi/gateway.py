@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import inspect
 import json
+import typing
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -45,6 +46,8 @@ from immortal.appsdk.integrations.asgi.middleware import (
 )
 from immortal.appsdk.integrations.asgi.services import Service
 from immortal.appsdk.state.tree import to_json, tree
+from immortal.appsdk.types.personal import Personal
+from immortal.appsdk.types.registry import describe_received
 from immortal.protocol import decoding
 
 BODY_SIZE_BYTES_MAX = 16 << 20  # also the limit of a call's arguments
@@ -299,11 +302,22 @@ def _arguments(handler: Handler[Any, Any], given: dict[str, Any] | list[Any]) ->
 
 def _converted(name: str, kind: Any, value: Any) -> Any:
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, dec_hook=_personal)
     except msgspec.ValidationError as error:
         raise RefusedRequest(problem_of_misfit(TypeError(f"{name}: {error}"))) from None
     except TypeError:  # JSON has no form for the type: the call reports a misfit
         return value
+
+
+def _personal(kind: Any, value: Any) -> Any:
+    """Make a personal value of {"subject": ..., "value": ...}. Raises ValueError for other types, which JSON lacks."""
+    cls = typing.get_origin(kind) or kind
+    if cls is Personal and isinstance(value, dict) and value.keys() == {"subject", "value"}:
+        return Personal(**value)
+    if isinstance(value, cls):
+        return value
+    wanted = '{"subject": the person\'s ID, "value": ...}' if cls is Personal else f"`{cls.__qualname__}`"
+    raise ValueError(f"Expected {wanted}, got {describe_received(value)}")
 
 
 def _of_text(kind: Any, text: str) -> Any:

@@ -179,9 +179,7 @@ class Entries(msgspec.Struct):
         self.number = row.number
 
     def since(self, number: int) -> list[Row] | None:
-        """Return the present rows of all keys that have changed after ``number``; None: this is no longer
-        known.
-        """
+        """Return the present rows of all keys that have changed after ``number``; None: this is no longer known."""
         if number < self.forgotten or number > self.number:
             return None
         found = list(takewhile(lambda row: row.number > number, reversed(self.rows.values())))

@@ -136,9 +136,7 @@ class View:
             self.snapshot = None
 
     def walk(self, entries: Entries, after: int) -> Walk:
-        """Return the walk from ``after`` to now; nothing may be pending. If ``after`` is too old, it has
-        everything.
-        """
+        """Return the walk from ``after`` to now; nothing may be pending. If ``after`` is too old, it has everything."""
         rows = None if after == EVERYTHING else entries.since(after)
         if rows is not None:
             return Walk([row for row in rows if self.sees(row.key)], after, self, shared=False)

@@ -106,9 +106,7 @@ class _Result(Generic[T]):
 
 
 class Job(_Result[T]):
-    """Submitted task. ``id``: its number, by which ``jobs.task(id)`` finds it again, also in another
-    process.
-    """
+    """Submitted task. ``id``: its number, by which ``jobs.task(id)`` finds it again, also in another process."""
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the task, at most ``timeout`` seconds (None: no limit), and return the result of the worker's

@@ -164,9 +164,7 @@ class Worker(msgspec.Struct):
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """Limit for each key of a function: running tasks, and starts in any ``period_ns``. 0: no
-    limit.
-    """
+    """Limit for each key of a function: running tasks, and starts in any ``period_ns``. 0: no limit."""
 
     running_max: int = 0
     starts_max: int = 0

@@ -346,9 +346,7 @@ class Workers:
             worker.call = 0
 
     def silent_ns(self, worker: Worker, now_ns: int) -> int:
-        """Return the worker's time of silence if it is too long; else set the timer to check later, and
-        return 0.
-        """
+        """Return the worker's time of silence if it is too long; else set the timer to check later, and return 0."""
         if worker.heard_ns + self._patience_ns(worker) <= now_ns:
             return now_ns - worker.heard_ns
         self._time(worker, worker.heard_ns)

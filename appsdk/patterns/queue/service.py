@@ -154,9 +154,7 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc(raises=[ValueError])
     def limit(self, function: str, running: int, starts: int, seconds: float) -> None:
-        """Limit each key of a function: ``running`` tasks at once, ``starts`` in any ``seconds``. 0: no
-        limit.
-        """
+        """Limit each key of a function: ``running`` tasks at once, ``starts`` in any ``seconds``. 0: no limit."""
         with self._now() as now_ns:
             self.scheduler.set_limit(function, Limit(running, starts, nanoseconds(seconds)), now_ns)
 
@@ -208,9 +206,7 @@ class Queue(Immortal, roles=ROLES):
 
     @rpc
     def advance(self) -> int:
-        """Do all that is due, and return the nanoseconds until the next timer; 0: there is no
-        timer.
-        """
+        """Do all that is due, and return the nanoseconds until the next timer; 0: there is no timer."""
         now_ns = immortal.now_ns()
         self.alarm_ns = _LOOKS
         self.scheduler.advance(now_ns)

@@ -241,6 +241,7 @@ class Clients:
         self._undurable_bytes += delivered.record_size_bytes
         client.number = frame.number + repeated + count - 1
         client.time_ns = self.state.log.time_ns(self.state.now_ns)
+        client.ticket = group.ticket
         self.table.requests_taken(frame.client_id, client, identities[repeated : repeated + count], group.transaction)
         for forgotten in self.table.forget_unused():
             self.answers.forget(forgotten)
@@ -336,6 +337,8 @@ class ClientAnswers:
 
     def pong(self, token: Token, frame: ClientFrame, client: Client, code: ClientCode = ClientCode.NONE) -> None:
         """Tell the client which requests were accepted. BUSY: it must send the others again later."""
+        if not code and client.ticket > self._state.log.durable_ticket:
+            code = ClientCode.PENDING
         numbers = client.number, client.released
         self._send(token, ClientFrame(ClientFrameType.PONG, *self._ends(frame), *numbers, code=code))
 

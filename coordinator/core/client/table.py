@@ -67,6 +67,7 @@ class Client:
     owner: str = ""  # whose keys first used the ID
     again: TokenBucket | None = None  # limits the replies that are repeated to it
     used: int = 0  # grows with each use of any client
+    ticket: int = 0  # of the commit with its last request
     holds: bool = False  # it is in the heap of clients with replies
 
     @property

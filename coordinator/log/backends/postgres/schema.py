@@ -244,7 +244,7 @@ def check(connection: Connection, where: str) -> bool:
     if version < VERSION:
         raise LogFormatError(
             f"the schema 'immortal' of {where} has version {version}, this program needs version {VERSION}:"
-            " 'immortal log migrate NAME' brings it there, as the owner of the schema"
+            " 'immortal log upgrade NAME' brings it there, as the owner of the schema"
         )
     return True
 

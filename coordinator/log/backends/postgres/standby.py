@@ -127,8 +127,8 @@ class LeaseListener:
         while not self._is_closed:
             with contextlib.suppress(LogError), reaching(self._address), connect(self._address) as connection:
                 self._listen(connection)
-            if not self._is_closed:
-                select.select([self._wake], [], [], RETRY_INTERVAL_S)
+            if not self._is_closed and select.select([self._wake], [], [], RETRY_INTERVAL_S)[0]:
+                os.eventfd_read(self._wake)  # else each later attempt would follow at once
 
     def _listen(self, connection: Connection) -> None:
         connection.execute("SET synchronous_commit = off")  # no important data can be lost

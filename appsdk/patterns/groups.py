@@ -1,4 +1,8 @@
-"""Groups: their declaration and calls in classes, and the handlers by which members agree on views and messages."""
+"""Groups of instances, with ordered multicasts to their members: ``prices = group(Book, "prices", members=["b1",
+"b2"])``. Their declaration and calls in classes, and the handlers by which members agree on views and messages.
+
+`docs/how-to/ordering.md` has the guarantees; :mod:`immortal.appsdk.ordering.groups` the members' protocol.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,8 @@ from immortal.appsdk.ordering.messages import Scope
 from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
 from immortal.protocol.identity import IdentityConflict
 from immortal.protocol.safe_output import is_encodable
+
+__all__ = ["Grouped", "group"]
 
 EXPEL_AFTER_MIN = timedelta(seconds=1)
 
@@ -362,9 +368,7 @@ class Grouped(Immortal):
 
     @rpc
     def group_silent(self, name: str, member: str, view_number: int) -> None:
-        """Expel ``member``, which is silent. Called by this instance itself, or by a sender to that
-        view.
-        """
+        """Expel ``member``, which is silent. Called by this instance itself, or by a sender to that view."""
         source, known = self._group(name)
         members = known.view.members
         if source.expel_after is not None and member in members and known.own in members and member != known.own:

@@ -1,0 +1,165 @@
+"""Command forget: destroys the keys of persons, while the instances that could have read them stand still.
+
+A recovery must not read a value where the run before read none, or the other way round. So each instance takes a
+checkpoint between two inputs, behind which it has handled nothing when the key is destroyed; then its app starts anew
+from there, and nothing of the person is left in its memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import click
+from msgspec.structs import replace
+
+from immortal.cli.lifecycle import STOP_TIMEOUT_S, checkpoint_at_stop, nobody_starts, refuse_strangers, restart_instance
+from immortal.cli.operations import take_checkpoint
+from immortal.cli.options import ask_coordinator, pass_registry, timeout_option
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.presenters.status import operator_name
+from immortal.protocol import personal_keys
+from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
+from immortal.protocol.errors import ImmortalError
+from immortal.replay.app_process import AppCommand, default_app
+from immortal.replay.host import run_replay
+from immortal.replay.plan import ReplayPlan
+from immortal.replay.result import Sink
+
+_TO_FORGET = ", to forget a person"  # behind the name of who has paused an instance
+
+
+@click.command()
+@click.argument("subjects", nargs=-1, metavar="SUBJECT...")
+@click.option("--list", "lists", is_flag=True, help="Show who is forgotten, and since when.")
+@timeout_option(STOP_TIMEOUT_S, "How long to wait for a checkpoint or a restart of one instance.")
+@json_option
+@pass_registry
+def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s: float, as_json: bool) -> None:
+    """Destroy the keys of persons: what apps keep of them as immortal.Personal can't be read any more, in any copy.
+
+    SUBJECT is the ID that apps gave. All instances of the home pause, take a checkpoint and restart meanwhile. One that
+    is stopped must have a checkpoint of all that it has handled. It can be done again.
+    """
+    if bool(subjects) == lists:
+        raise click.UsageError("name the persons to forget, or give --list")
+    if lists:
+        everyone = list(personal_keys.everyone())
+        gone = [one for one in everyone if one.forgotten]
+        if as_json:
+            echo_json({"forgotten": {one.subject: one.forgotten for one in gone}, "known": len(everyone) - len(gone)})
+            return
+        for one in sorted(gone, key=lambda one: (one.forgotten, one.subject)):
+            echo(f"{one.forgotten}  {one.subject}")
+        echo(f"{len(gone)} forgotten; {len(everyone) - len(gone)} have a key in {personal_keys.folder()}")
+        return
+    persons = {subject: personal_keys.find(subject) for subject in dict.fromkeys(subjects)}
+    if unknown := [subject for subject, person in persons.items() if person is None]:
+        raise FailedError(
+            f"{personal_keys.folder()} has no key of {', '.join(map(repr, unknown))}: an ID as apps give it to"
+            f" immortal.Personal was expected; {personal_keys.KEYS_VARIABLE} names another folder"
+        )
+    everybody = [registry.load(name) for name in registry.names()]
+    todo = [subject for subject, person in persons.items() if person is not None and not person.forgotten]
+    restarted = _stand_still(everybody, todo, timeout_s) if todo else list(filter(_is_left_paused, everybody))
+    try:
+        for subject in persons:  # also of those that are forgotten: a crash can have interrupted it
+            personal_keys.destroy(subject, datetime.now(UTC).date().isoformat())
+    finally:
+        problems = []
+        for settings in restarted:
+            try:
+                echo(restart_instance(settings, timeout_s), err=as_json)
+            except ImmortalError as error:
+                problems.append(f"{settings.name} must be started again: {error}")
+        if problems:
+            raise FailedError("; ".join(problems))
+    now = {subject: personal_keys.find(subject) for subject in persons}
+    dates = {subject: person.forgotten for subject, person in now.items() if person is not None}
+    if as_json:
+        echo_json({"forgotten": dates, "restarted": [settings.name for settings in restarted]})
+        return
+    for subject, date in dates.items():
+        echo(f"{subject} is forgotten{'' if subject in todo else ' already'}, since {date}")
+
+
+def _stand_still(
+    instances: Sequence[InstanceSettings], subjects: Sequence[str], timeout_s: float
+) -> list[InstanceSettings]:
+    """Let all instances stand still behind a checkpoint; return those that run, to be restarted.
+
+    If that fails, they go on. Raises FailedError.
+    """
+    running = [settings for settings in instances if _is_running(settings)]
+    paused = []
+    who = {"who": f"{operator_name()}{_TO_FORGET}"}
+    try:
+        for settings in running:
+            if ask_coordinator(settings, "pause", who)["changed"]:
+                paused.append(settings)
+        for settings in running:
+            take_checkpoint(settings, timeout_s)
+            take_checkpoint(settings, timeout_s)  # the first can have begun before the pause
+        for settings in instances:
+            _rehearse(settings, subjects)
+        for settings in running:
+            if not control.query(settings.folder, "status")["paused"]:
+                raise FailedError(f"nobody is forgotten yet: {settings.name} was resumed, or has crashed: do it again")
+    except BaseException:
+        for settings in paused:
+            with contextlib.suppress(ImmortalError):
+                ask_coordinator(settings, "resume", who)
+        raise
+    return running
+
+
+def _is_left_paused(settings: InstanceSettings) -> bool:
+    """Return True for an instance that this command has paused and not restarted."""
+    with contextlib.suppress(control.ControlError):
+        paused = control.query(settings.folder, "status")["paused"]
+        return bool(paused) and str(paused["by"]).endswith(_TO_FORGET)
+    return False
+
+
+def _is_running(settings: InstanceSettings) -> bool:
+    """Return True if the instance runs, False if it is stopped. Raises FailedError if it can't be restarted, or would
+    handle records again.
+    """
+    coordinator = control.running(settings.folder)
+    if coordinator is None:
+        refuse_strangers(settings)
+        if "without" in (state := checkpoint_at_stop(settings)):
+            raise FailedError(
+                f"{settings.name} is stopped{state}, and must not do so without the data: 'immortal run"
+                f" {settings.name}' and 'immortal stop {settings.name}' first"
+            )
+        return False
+    if control.supervisor(settings.folder) is None:
+        raise FailedError(nobody_starts(settings, coordinator))
+    if standbys := control.query(settings.folder, "status")["standbys"]:
+        raise FailedError(f"{standbys[0]['name']} follows the log of {settings.name}, and has its data: stop it first")
+    return True
+
+
+def _rehearse(settings: InstanceSettings, subjects: Sequence[str]) -> None:
+    """Start the app from its newest checkpoint as if the persons were forgotten. Raises FailedError if it can't."""
+    summary = own_logs.summary_of(settings)
+    if summary is None or not summary.checkpoints:
+        return
+    newest = summary.checkpoints[-1]
+    try:
+        command = AppCommand.of(default_app(settings.name, settings.app, summary, newest.version))
+        environment = {**command.environment, personal_keys.REHEARSED_VARIABLE: json.dumps(subjects)}
+        with own_logs.open_reader(settings) as reader:
+            plan = ReplayPlan(newest.checkpoint_id, newest.sequence_id)
+            run_replay(reader, plan, replace(command, environment=environment), Sink())
+    except ImmortalError as error:
+        raise FailedError(
+            f"nobody is forgotten yet: {settings.name} would not start without the data. If a handler that waits has"
+            f" read it, end that first ('immortal handlers {settings.name}'). {error}"
+        ) from None

@@ -1,0 +1,162 @@
+"""Keys of persons: a folder with one key for each person, which encrypts all that apps mark as personal.
+
+To forget a person is to destroy the key: the file is overwritten, and one with the date takes its place. Keys are in no
+log, so neither are they in its backups and archives (docs/decisions/0098).
+
+<folder>/<SHA-256 of the subject>           JSON of a :class:`Person`
+<folder>/<SHA-256 of the subject>.destroyed a key that is being overwritten
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from immortal.protocol import decoding, shared_registry
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.files import make_folder, opened, replace_file, sync_folder
+from immortal.protocol.shared_registry import HOME_DEFAULT, HOME_VARIABLE, is_url
+
+KEYS_VARIABLE = "IMMORTAL_PERSONAL_KEYS"
+"""Variable with the folder; by default ``.personal`` in the home."""
+NOTES_VARIABLE = "IMMORTAL_FORGOTTEN_NOTES"
+"""Variable with a file that gets a line for each forgotten person whose data was asked for. Set only in replays
+and tests, which make no keys."""
+REHEARSED_VARIABLE = "IMMORTAL_FORGOTTEN"
+"""Variable with a JSON list of subjects that count as forgotten, for a rehearsal."""
+
+FOLDER_NAME = ".personal"
+SUBJECT_CHARACTERS_MAX = 200
+_KEY_SIZE_BYTES = 64
+_DESTROYED = ".destroyed"
+noted: set[str] = set()
+"""Forgotten persons whose data this process has asked for, if it is a replay."""
+
+
+class PersonalKeyError(ImmortalError):
+    """Raised if the key of a person is needed and can't be had here, or does not fit."""
+
+
+class Person(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Person by the ID that apps gave. ``key``: hex digits, "" once ``forgotten`` has the date (YYYY-MM-DD)."""
+
+    subject: str
+    key: str = ""
+    forgotten: str = ""
+
+
+_PERSON = decoding.JsonDecoder(Person)
+
+
+def environment() -> dict[str, str]:
+    """Return the variable by which a child process uses the same keys."""
+    if given := os.environ.get(KEYS_VARIABLE):
+        return {KEYS_VARIABLE: given}
+    home = str(shared_registry.chosen_home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
+    return {KEYS_VARIABLE: home if is_url(home) else str(Path(home).absolute() / FOLDER_NAME)}
+
+
+def folder() -> Path:
+    """Return the folder of the keys. Raises PersonalKeyError if nothing names one that all machines share."""
+    place = environment()[KEYS_VARIABLE]
+    if is_url(place):
+        raise PersonalKeyError(
+            f"the home is a database, so {KEYS_VARIABLE} must name a folder for keys of persons that all machines share"
+        )
+    return Path(place)
+
+
+def find(subject: str) -> Person | None:
+    """Return a person; None if this folder knows none of that ID. Raises PersonalKeyError."""
+    if (rehearsed := os.environ.get(REHEARSED_VARIABLE)) and subject in decoding.load_json(rehearsed):
+        return Person(subject, forgotten="a rehearsal")
+    found = _read(_path(subject))
+    if found is None and NOTES_VARIABLE in os.environ:  # all runs agree on a key, and leave none behind
+        return Person(subject, hashlib.sha512(b"replay " + subject.encode()).hexdigest())
+    return found
+
+
+def find_or_create(subject: str) -> Person:
+    """Return a person, with a new key for a new ID. Raises PersonalKeyError."""
+    if (found := find(subject)) is not None:
+        return found
+    path = _path(subject)
+    made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        make_folder(path.parent)
+        replace_file(made, msgspec.json.encode(Person(subject, secrets.token_hex(_KEY_SIZE_BYTES))), is_synced=True)
+        with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
+            os.link(made, path)
+        made.unlink()
+        sync_folder(path.parent)
+    except OSError as error:
+        raise PersonalKeyError(f"the key of {subject!r} can't be stored in {path.parent}: {error}") from None
+    return find_or_create(subject)
+
+
+def destroy(subject: str, date: str) -> Person | None:
+    """Destroy a person's key; return the person as known before, None for an unknown one. Raises PersonalKeyError.
+
+    To do it again finishes what a crash has interrupted.
+    """
+    path = _path(subject)
+    old, destroyed = _read(path), path.with_name(path.name + _DESTROYED)
+    try:
+        if old is not None and not old.forgotten:
+            with contextlib.suppress(FileExistsError):
+                os.link(path, destroyed)
+            replace_file(path, msgspec.json.encode(Person(subject, forgotten=date)), is_synced=True)
+            sync_folder(path.parent)
+        if destroyed.exists():
+            with opened(destroyed, os.O_WRONLY) as descriptor:
+                os.pwrite(descriptor, bytes(os.fstat(descriptor).st_size), 0)
+                os.fsync(descriptor)
+            destroyed.unlink()
+            sync_folder(path.parent)
+    except OSError as error:
+        raise PersonalKeyError(f"the key of {subject!r} can't be destroyed: {error}: do it again") from None
+    return old
+
+
+def everyone() -> Iterator[Person]:
+    """Yield all persons, sorted by the hash of their IDs. Raises PersonalKeyError."""
+    for path in sorted(folder().glob("[0-9a-f]" * 64)):
+        if (found := _read(path)) is not None:
+            yield found
+
+
+def note_forgotten(subject: str) -> None:
+    """Note in a replay that data of a forgotten person was asked for."""
+    if subject not in noted and (notes := os.environ.get(NOTES_VARIABLE)):
+        noted.add(subject)
+        with open(notes, "ab") as file:
+            file.write(msgspec.json.encode(subject) + b"\n")
+
+
+def read_notes(notes: Path) -> list[str]:
+    """Return the subjects noted in a file, sorted."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(set(map(decoding.load_json, notes.read_text().splitlines())))
+    return []
+
+
+def _path(subject: str) -> Path:
+    return folder() / hashlib.sha256(subject.encode()).hexdigest()
+
+
+def _read(path: Path) -> Person | None:
+    problem: object = ""
+    for _ in range(2):  # the first can meet a key while it is overwritten
+        try:
+            return _PERSON.decode(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, decoding.DecodeError) as error:
+            problem = error
+    raise PersonalKeyError(f"the key of a person in {path} can't be read: {problem}: bring the file back")
