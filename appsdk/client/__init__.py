@@ -102,8 +102,7 @@ class Connector(Generic[S, A]):
         self._async_clients: list[AsyncClient] = []
 
     def __enter__(self) -> S:
-        for finder in self._finder.shards():
-            self._clients.append(Client(finder, self._client_id))
+        self._clients = [Client(finder, self._client_id) for finder in self._finder.shards()]
         return self._proxy(self._clients)  # type: ignore[no-any-return]
 
     def __exit__(
@@ -117,8 +116,7 @@ class Connector(Generic[S, A]):
                 client.settle(self._timeout_s)
 
     async def __aenter__(self) -> A:
-        for finder in self._finder.shards():
-            self._async_clients.append(AsyncClient(finder, self._client_id))
+        self._async_clients = [AsyncClient(finder, self._client_id) for finder in self._finder.shards()]
         return self._proxy(self._async_clients)  # type: ignore[no-any-return]
 
     async def __aexit__(

@@ -65,14 +65,15 @@ def check(definition: Definition) -> list[Finding]:
 
     Also find code that would not run. Return the findings in the order of files and lines.
     """
-    search = Search([version.cls for version in definition.chain])
+    search = Search([(version.objects or version).cls for version in definition.chain])
     for version in definition.chain:  # a replay also runs the old classes, and the upgrades of their state
-        app = Instance(version.cls, of_state=True, waits=True)
-        for name, handler in version.handlers.items():
+        own = version.objects or version
+        app = Instance(own.cls, of_state=True, waits=True)
+        for name, handler in own.handlers.items():
             search.follow(attribute(app, name))
-            search.look_at_returns(version, handler)
+            search.look_at_returns(own, handler)
         app = replace(app, waits=False)
-        for hook in (version.initial, "upgrade" if version.upgrades else None):
+        for hook in (own.initial, "upgrade" if version.upgrades else None):
             search.follow(attribute(app, hook) if hook is not None else None)
     return search.run()
 

@@ -22,11 +22,11 @@ from immortal.protocol.queries import ANSWER_SIZE_BYTES_MAX, QueryAnswer, QueryQ
 def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callable[..., None]:
     """Return the function that handles a fork or impulse of ``handler``. ``wakes``: handlers can wait for its signals.
 
-    For a plain ``def`` handler without ``wakes`` this is the handler itself.
+    For a plain ``def`` handler without ``wakes``, of a class without tables, this is the handler itself.
     """
     if handler.is_async:
         return _own(handler, lambda instance, *arguments: tasks.start(handler, arguments, None, 0))
-    if handler.raises:
+    if handler.raises or (tasks.has_tables and not handler.is_query):
 
         def run(instance: object, *arguments: Any) -> tuple[bool, bytes]:
             came = tasks.handler_runs.run_handler(handler, arguments, waits=False)

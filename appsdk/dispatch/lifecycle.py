@@ -42,6 +42,7 @@ class Life:
         make_delivery: Callable[[Definition, Context], Delivery],
     ) -> None:
         self.definition = definition
+        tasks.has_tables = bool(definition.state().tables)
         self.delivery = make_delivery(definition, context)
         self.instance: Any = None
         self.next_sequence_id = 0
@@ -127,6 +128,7 @@ class Life:
         """Handle input with this class's code from here on."""
         if definition is not self.definition:
             self.definition = definition
+            self._tasks.has_tables = bool(definition.state().tables)
             self.delivery = self._make_delivery(definition, self._context)
 
     def upgrade(self, version: int | None) -> None:
@@ -156,6 +158,9 @@ class Life:
         schema = self.definition.state()
         if schema.serializer != "own":
             schema.encode_attributes(self.instance)
+        for table in self.tables:
+            if (problem := table.unstored()) is not None:
+                raise problem
 
     @property
     def tables(self) -> list[Table[Any, Any]]:
@@ -334,7 +339,7 @@ def _carry_over(cls: Any, old: Any) -> Any:
     new = cls()
     for name in own_definition_of(old).state().fields:
         value = getattr(old, name)
-        is_dict = isinstance(value, Table) and name not in definition_of(cls).state().tables
+        is_dict = isinstance(value, Table) and name not in own_definition_of(new).state().tables
         setattr(new, name, dict(value) if is_dict else value)
     return new
 

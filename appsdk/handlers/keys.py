@@ -1,7 +1,7 @@
 """Keyed classes: an instance has an object for each key, made at the key's first call; shards divide the keys.
 
 For coordinators, clients and readers of logs a keyed class is an ordinary one: each handler takes the key as its first
-argument, and the state is a map ``keys`` from key to object. :func:`keyed_definition` makes that class. A key belongs
+argument, and the state is a table ``keys`` from key to object. :func:`keyed_definition` makes that class. A key belongs
 to one of RANGES ranges by its hash, and each shard, an instance of its own, has a row of them.
 """
 
@@ -23,6 +23,7 @@ from immortal.appsdk.errors import AS_RPC, DefinitionError, QueryError, StateErr
 from immortal.appsdk.handlers.decorators import BoundHandler, Handler, by_position
 from immortal.appsdk.handlers.definition import KEY, Definition, key_problem, shard_of
 from immortal.appsdk.state.schema import hook_of
+from immortal.appsdk.state.table import Table
 from immortal.protocol.verdicts import Cause
 
 _HOOKS = ("prepare", "checkpoint", "restore")
@@ -44,24 +45,19 @@ class KeyContext:
 
     def __enter__(self) -> Any:
         keys = self._keys
-        context = keys._immortal_context
+        context, cls = keys._immortal_context, keys._immortal_definition.objects.cls
+        found = keys.keys.get(self.key)
+        self.one = one = object.__new__(cls) if found is None else found
+        self._count = -1 if found is None else len(vars(one))
+        one._immortal_context = self
         self._before, context.present = context.present, self
-        one = keys.keys.get(self.key)
-        if one is not None:
-            self.one, self._count = one, len(vars(one))
-            one._immortal_context = self
-            return one
-        cls: Any = keys._immortal_definition.objects.cls
-        self.one, self._count = object.__new__(cls), -1
-        self.one._immortal_context = self
         try:
-            self.one.__init__()
+            if found is None:
+                one.__init__()
         except BaseException:
             context.present = self._before
             raise
-        if self._is_kept:
-            keys.keys[self.key] = self.one
-        return self.one
+        return one
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -70,8 +66,10 @@ class KeyContext:
         keys._immortal_context.present = self._before
         if self.is_forgotten:
             keys.keys.pop(self.key, None)
-        elif error is None and len(vars(self.one)) != self._count:
-            keys._immortal_definition.objects.state().collect(self.one)
+        elif self._is_kept:
+            if len(vars(self.one)) != self._count:
+                keys._immortal_definition.objects.state().collect(self.one)
+            keys.keys.settle(self.key, self.one)
 
     @property
     def handlers(self) -> Any:
@@ -107,12 +105,11 @@ class Keys:
     _immortal_context: Context
     _immortal_definition: Any
 
-    keys: dict[Any, Any]
+    keys: Table[Any, Any]
     shard: int
     shards: int
 
     def __init__(self) -> None:
-        self.keys = {}
         self.shard = self.shards = 1
 
     @classmethod
@@ -120,7 +117,8 @@ class Keys:
         """Upgrade each key's object by the ``upgrade`` of its class."""
         new = cls()
         new.shard, new.shards = old.shard, old.shards
-        new.keys = {key: cls._immortal_definition.objects.cls.upgrade(one) for key, one in old.keys.items()}
+        for key, one in old.keys.items():
+            new.keys[key] = cls._immortal_definition.objects.cls.upgrade(one)
         return new
 
     def problem(self, key: object) -> str:
@@ -183,7 +181,7 @@ def keyed_definition(objects: Definition) -> Definition:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__annotations__": {"keys": dict[kind, cls]},  # type: ignore[valid-type]
+        "__annotations__": {"keys": Table[kind, cls]},  # type: ignore[valid-type]
     }
     holder: Any = type(cls.__name__, (Keys, objects.base), body)
     by_key = {one: _keyed_handler(handler, kind) for one, handler in objects.by_key.items()}

@@ -13,6 +13,7 @@ here never raises, whatever the values are, and also if the pipe is closed.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -140,7 +141,8 @@ def is_first_time(context: Context, task: Any) -> bool:
 
 def _handler_above(definition: Definition, frame: FrameType | None) -> str | None:
     """Return the qualified name of the handler that called the code of ``frame``; None if no handler did."""
-    codes = {handler.function.__code__: handler.function.__qualname__ for handler in definition.handlers.values()}
+    functions = [inspect.unwrap(handler.function) for handler in definition.handlers.values()]
+    codes = {function.__code__: str(function.__qualname__) for function in functions}
     begins = getattr(definition.cls, definition.initial or "", None)
     if isinstance(begins, FunctionType):
         codes[begins.__code__] = begins.__qualname__

@@ -126,11 +126,14 @@ class Queries:
         """Return the budget for the comparison of a logged query; None: it is not compared."""
         if self.compares_all:
             return self._logged
-        context = self._context
-        is_new = self.is_live and (context.sequence_id, context.message_index) > self.passed
-        if not is_new or self.state_size_bytes > COMPARED_SIZE_BYTES_MAX:
+        if not self.handles_first or self.state_size_bytes > COMPARED_SIZE_BYTES_MAX:
             return None
         return self._logged if self._logged.allows(handler.method_id) else None
+
+    @property
+    def handles_first(self) -> bool:
+        """True if the message that is handled is new: no replay handles it again."""
+        return self.is_live and (self._context.sequence_id, self._context.message_index) > self.passed
 
     def _forms(self, instance: Any) -> dict[str, bytes] | None:
         """Return the encoded state; None if it can't be encoded: the next checkpoint reports why."""

@@ -74,7 +74,6 @@ class Guard:
         self._schema: StateSchema | None = None
         self._instance: Any = None
         self._seen: dict[str, _Seen] = {}
-        self._tables: list[Any] = []
         self._left_out: set[str] = set()  # attributes that could not be saved before any of the checked messages
         self._count = 0  # of attributes
 
@@ -86,9 +85,6 @@ class Guard:
         self._left_out.clear()
         if self._schema is None:
             return
-        self._tables = schema.tables_of(instance)
-        for table in self._tables:
-            table.watch(watches=True)
         self._count = len(vars(instance))
         small = self._small_ones(schema, instance, size_bytes)
         for name in schema.attributes:
@@ -119,17 +115,12 @@ class Guard:
     def give_up(self) -> None:
         """Stop until the state is next saved: later messages must not be blamed for the present problem."""
         self._schema = None
-        for table in self._tables:
-            table.watch(watches=False)
 
     def check(self) -> StateError | None:
         """Return the error if messages since the last check put something into the state that can't be saved."""
         schema, instance = self._schema, self._instance
         if schema is None:
             return None
-        for table in self._tables:
-            if (unstored := table.unstored()) is not None:
-                return unstored  # type: ignore[no-any-return]
         attributes = vars(instance)
         if len(attributes) != self._count:
             try:

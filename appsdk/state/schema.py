@@ -197,10 +197,12 @@ class StateSchema:
                 self._decoders[name] = ValueDecoder(exact)
                 self._forms[name] = form_of(exact)
         self.attributes = [name for name in self.fields if name not in self.tables]
-        for name in dir(cls):
-            if isinstance(inspect.getattr_static(cls, name), TableField) and name not in self.tables:
+        named = {name for base in cls.__mro__ for name, value in vars(base).items() if isinstance(value, TableField)}
+        for name in named - self.tables.keys():
+            if isinstance(inspect.getattr_static(cls, name), TableField):
                 raise DefinitionError(
-                    f"{self._class_name}: {name} = table(...) needs its types: {name}: Table[int, str]"
+                    f"{self._class_name}: {name!r} is a table(...) here or in a base class, and not annotated as one: "
+                    f"write {name}: Table[int, str], or give it another default"
                 )
 
     def _table(self, name: str, annotation: Any) -> TableKind:

@@ -11,16 +11,16 @@ import sys
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
 from operator import attrgetter
 from threading import get_ident
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar, get_args
 
 import lmdb
 import msgspec
 from msgspec import inspect as shapes
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value, resolve_hints
-from immortal.appsdk.calls.context import QUERY_RUNS
+from immortal.appsdk.calls.context import QUERY_RUNS, Context
 from immortal.appsdk.errors import AS_RPC, DefinitionError, QueryError, StateError, UsageError
-from immortal.appsdk.state.table_rows import KEY_SIZE_BYTES_MAX, KeyForm, Row, Span, Store, after_prefix, key_form
+from immortal.appsdk.state.table_rows import KEY_SIZE_BYTES_MAX, KeyForm, Span, Store, after_prefix, key_form
 from immortal.appsdk.types.encoding import allow_integers
 from immortal.appsdk.types.handles import MARK
 from immortal.appsdk.types.registry import may_hold_handles, types_of
@@ -33,27 +33,17 @@ PIECE_SIZE_BYTES = 256 << 10
 WATCHED_MAX = 1000  # values that were read, before those are forgotten that nobody holds any more
 _NOBODY_HOLDS = 2  # references: that of the list, and that of the count itself
 _REQUIRED: Any = object()
-_SCALARS = (
-    shapes.NoneType,
-    shapes.BoolType,
-    shapes.IntType,
-    shapes.FloatType,
-    shapes.StrType,
-    shapes.BytesType,
-    shapes.DateTimeType,
-    shapes.DateType,
-    shapes.TimeType,
-    shapes.TimeDeltaType,
-    shapes.DecimalType,
-    shapes.UUIDType,
-    shapes.EnumType,
-    shapes.LiteralType,
-    shapes.UnionType,
-    shapes.Metadata,
-    shapes.TupleType,
-    shapes.VarTupleType,
-    shapes.FrozenSetType,
-    shapes.NamedTupleType,
+_MUTABLE = (
+    shapes.AnyType
+    | shapes.CustomType
+    | shapes.ListType
+    | shapes.SetType
+    | shapes.DictType
+    | shapes.TypedDictType
+    | shapes.ByteArrayType
+    | shapes.MemoryViewType
+    | shapes.RawType
+    | shapes.ExtType
 )
 
 
@@ -104,7 +94,7 @@ def _is_mutable(info: shapes.Type) -> bool:
     if isinstance(info, shapes.DataclassType):
         parameters = getattr(info.cls, "__dataclass_params__", None)  # None: a class of attrs
         return parameters is None or not parameters.frozen
-    return not isinstance(info, _SCALARS)
+    return isinstance(info, _MUTABLE)
 
 
 class TableField:
@@ -171,16 +161,16 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         self._indexes = {name: (index, self._store.add()) for name, index in kind.indexes.items()}
         self._count = self._size_bytes = 0  # of the rows in a checkpoint
         self._mark = 0, 0  # the same at the last copy of the state
-        self._watch: _Watch | None = None  # None: no message is handled for the first time
+        self._watch = _Watch(kind)
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: K) -> V:
         packed = self._kind.key.pack(key)
-        self._enter()
+        context = self._enter()
         if (data := self._rows.get(packed)) is None:
             raise KeyError(key)
-        return self._read(packed, data)
+        return self._read(packed, data, context)
 
     def __contains__(self, key: object) -> bool:
         self._enter()
@@ -198,20 +188,25 @@ class Table(MutableMapping[K, V], Generic[K, V]):
     def __setitem__(self, key: K, value: V) -> None:
         kind = self._kind
         packed = kind.key.pack(key)
-        self._enter(writes=True)
+        context = self._enter(writes=True)
         data = kind.schema.encode_row(kind.name, value)
         if kind.may_hold_handles and MARK in data:
             raise StateError(f"{kind.where}: row {key!r} has a handle, which no table keeps: put it in an attribute")
-        self._put(key, packed, data, value)
-        if self._watch is not None and kind.is_mutable:
-            self._watch.stored(packed, value, data)
+        self._put(key, packed, data, value, may_refuse=_handles_first(context))
+        if kind.is_mutable and _handles(context):
+            self._watched(context).stored(packed, value, data)
+
+    def settle(self, key: K, value: V) -> None:
+        """Set a row to a value that nobody changes any more, so that no check has to look at it again."""
+        self[key] = value
+        self._watch.forget(self._kind.key.pack(key))
 
     def __delitem__(self, key: K) -> None:
         packed = self._kind.key.pack(key)
         self._enter(writes=True)
         if self._rows.get(packed) is None:
             raise KeyError(key)
-        self._delete(key, packed)
+        self._delete(packed)
 
     def clear(self) -> None:
         """Remove all rows."""
@@ -233,7 +228,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
         ``prefix``: of a str or bytes, or the first items of a tuple; ``start`` and ``stop`` can be such, too.
         """
-        return _Keys(self._part(start, stop, prefix, reverse))
+        return KeysView(self._part(start, stop, prefix, reverse))
 
     def values(
         self, start: Any = None, stop: Any = None, *, prefix: Any = None, reverse: bool = False
@@ -272,27 +267,29 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             span = front, after_prefix(front)
         self._enter()
         for entry, _ in entries.scan(span, reverse=reverse):
-            self._enter()
+            context = self._enter()
             packed = entry[form.unpack(entry, 0)[1] :]
             data = self._rows.get(packed)
             if data is not None:
-                yield self._kind.key.unpack(packed, 0)[0], self._read(packed, data)
+                yield self._kind.key.unpack(packed, 0)[0], self._read(packed, data, context)
 
     def _part(self, start: Any, stop: Any, prefix: Any, reverse: bool) -> _Part[K, V]:
         return _Part(self, span_of(self._kind.key, start, stop, prefix), reverse)
 
-    def _scan(self, span: Span, reverse: bool) -> Iterator[Row]:
-        for row in self._rows.scan(span, reverse=reverse):
-            self._enter()
-            yield row
+    def _scan(self, span: Span, reverse: bool) -> Iterator[tuple[bytes, bytes, Context | None]]:
+        for packed, data in self._rows.scan(span, reverse=reverse):
+            yield packed, data, self._enter()
 
     # --- access -----------------------------------------------------------------------------------------------------
 
-    def _enter(self, *, writes: bool = False) -> None:
-        """Check that the code that runs can use the table. Raises UsageError."""
-        context = getattr(self._instance, "_immortal_context", None)
-        if context is None:  # a state that is only shown
-            return
+    def _enter(self, *, writes: bool = False) -> Context | None:
+        """Check that the code that runs can use the table; return its context, None: the state is only shown.
+
+        Raises UsageError.
+        """
+        context: Context | None = getattr(self._instance, "_immortal_context", None)
+        if context is None:
+            return None
         if get_ident() != context.thread_id and context.outbox is not None:
             raise UsageError(
                 f"self.{self._kind.name} is used in another thread than the handlers': only they use a table; keep "
@@ -300,19 +297,26 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             )
         if writes and context.handling_thread_id == QUERY_RUNS:
             raise QueryError(f"self.{self._kind.name} is changed: a query only reads: {AS_RPC}")
+        return context
 
-    def _read(self, packed: bytes, data: bytes) -> V:
+    def _watched(self, context: Context) -> _Watch:
+        """Return the values of the message that is handled."""
+        moment = context.sequence_id, context.message_index
+        if self._watch.moment != moment:
+            self._watch = _Watch(self._kind, moment)
+        return self._watch
+
+    def _read(self, packed: bytes, data: bytes, context: Context | None) -> V:
         kind = self._kind
         try:
             value: V = kind.decode(data)
         except Exception:  # the other function reads more, and explains errors
             value = kind.schema.decode_attribute(kind.name, data)
-        watch = self._watch if kind.is_mutable else None
-        if watch is not None and self._instance._immortal_context.handling_thread_id != QUERY_RUNS:
-            watch.read(packed, value, data)
+        if kind.is_mutable and _handles(context):
+            self._watched(context).read(packed, value, data)
         return value
 
-    def _put(self, key: K, packed: bytes, data: bytes, value: V) -> None:
+    def _put(self, key: K, packed: bytes, data: bytes, value: V, *, may_refuse: bool = False) -> None:
         entries = [index.form.pack(index.value_of(value)) + packed for index, _ in self._indexes.values()]
         for one in (packed, *entries):
             if len(one) > KEY_SIZE_BYTES_MAX:
@@ -321,12 +325,12 @@ class Table(MutableMapping[K, V], Generic[K, V]):
                     f"{self._kind.where}: row {str(key)[:40]!r}...: {what} {len(one)} bytes, at most "
                     f"{KEY_SIZE_BYTES_MAX} are possible"
                 )
-        self._make_room(may_refuse=self._watch is not None)
+        self._make_room(may_refuse=may_refuse)
         old = self._rows.put(packed, data)
         self._size_bytes += len(data)
         if old is None:
             self._count += 1
-            self._size_bytes += len(encode_value(key))
+            self._size_bytes += self._key_size_bytes(packed)
         else:
             self._size_bytes -= len(old)
         if entries and old != data:
@@ -334,14 +338,16 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             for entry, (_, rows) in zip(entries, self._indexes.values(), strict=True):
                 rows.put(entry, b"")
 
-    def _delete(self, key: K, packed: bytes) -> None:
+    def _key_size_bytes(self, packed: bytes) -> int:
+        return len(encode_value(self._kind.key.unpack(packed, 0)[0]))
+
+    def _delete(self, packed: bytes) -> None:
         self._make_room(may_refuse=False)
         old = self._rows.put(packed, None)
         self._count -= 1
-        self._size_bytes -= len(encode_value(key)) + len(old or b"")
+        self._size_bytes -= self._key_size_bytes(packed) + len(old or b"")
         self._forget_entries(packed, old)
-        if self._watch is not None:
-            self._watch.forget(packed)
+        self._watch.forget(packed)
 
     def _forget_entries(self, packed: bytes, old: bytes | None) -> None:
         if old is not None and self._indexes:
@@ -402,7 +408,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         """Restore the rows of the last copy of the state."""
         self._store.go_back()
         self._count, self._size_bytes = self._mark
-        self._watch = None
+        self._watch = _Watch(self._kind)
         self.keep_undo(keeps=True)
 
     @property
@@ -414,14 +420,10 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         """What keeps the rows in the file readable for a forked child, as long as somebody holds it."""
         return self._store.snapshot
 
-    def watch(self, *, watches: bool) -> None:
-        """Begin to note values that are read; with False, stop that, for messages that were handled before."""
-        self._watch = _Watch(self._kind) if watches else None
-
     def unstored(self) -> StateError | None:
-        """Return the error if a value was changed since :meth:`watch`, or the last call, and not set again."""
+        """Return the error if the handler that has run changed a value that it read, and did not set it again."""
         watch = self._watch
-        if watch is None or not (watch.held or watch.changed):
+        if not watch.held and watch.changed is None:
             return None
         watch.compare()
         self._watch = _Watch(self._kind)
@@ -440,10 +442,23 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         return dict, (dict(self),)
 
 
-class _Watch:
-    """Values that were read from a table or put into it. ``changed``: key of one that has changed since."""
+def _handles(context: Context | None) -> TypeGuard[Context]:
+    """Return True if a handler runs that is no query."""
+    return context is not None and context.handling_thread_id > QUERY_RUNS
 
-    def __init__(self, kind: TableKind) -> None:
+
+def _handles_first(context: Context | None) -> bool:
+    """Return True if a message is handled that no earlier life has handled, as far as is known."""
+    return _handles(context) and context.tasks is not None and context.tasks.queries.handles_first
+
+
+class _Watch:
+    """Values that a handler has read from a table or put into it. ``changed``: key of one that has changed since.
+
+    ``moment``: (record, message) that is handled."""
+
+    def __init__(self, kind: TableKind, moment: tuple[int, int] = (-1, 0)) -> None:
+        self.moment = moment
         self.held: dict[bytes, list[tuple[Any, bytes]]] = {}
         self.changed: bytes | None = None
         self._kind = kind
@@ -498,7 +513,7 @@ class _Part(Mapping[K, V]):
 
     def __iter__(self) -> Iterator[K]:
         unpack = self._table._kind.key.unpack
-        for packed, _ in self._table._scan(self._span, self._reverse):
+        for packed, _, _ in self._table._scan(self._span, self._reverse):
             yield unpack(packed, 0)[0]
 
     def __len__(self) -> int:
@@ -507,12 +522,8 @@ class _Part(Mapping[K, V]):
     def rows(self) -> Iterator[tuple[K, V]]:
         table = self._table
         unpack = table._kind.key.unpack
-        for packed, data in table._scan(self._span, self._reverse):
-            yield unpack(packed, 0)[0], table._read(packed, data)
-
-
-class _Keys(KeysView[K]):
-    _mapping: Any
+        for packed, data, context in table._scan(self._span, self._reverse):
+            yield unpack(packed, 0)[0], table._read(packed, data, context)
 
 
 class _Values(ValuesView[V]):

@@ -25,6 +25,7 @@ import lmdb
 KEY_SIZE_BYTES_MAX = 510  # LMDB has 511, and a scan looks for the key behind one, which is a byte longer
 RECENT_SIZE_BYTES_MAX = 8 << 20  # of one table's writes in memory, before they move into the file
 _ROW_SIZE_BYTES = 150  # of a row's objects in memory, about
+_DELETED_SIZE_BYTES = 128 << 10
 _MAP_SIZES_BYTES = (1 << 40, 1 << 36, 1 << 32)  # of address space: the first that the process may have
 _READERS_SIZE_BYTES = 8192  # of LMDB's table of 126 readers
 _ROWS_AT_ONCE_MIN, _ROWS_AT_ONCE_MAX = 8, 128
@@ -53,10 +54,6 @@ class Store:
     def flush(self) -> None:
         """Move the recent writes into the file, all or none. Raises OSError, lmdb.Error."""
         if self._file is None:
-            for rows in self.all:
-                rows.forget_deleted()
-            if 2 * self.recent_size_bytes < self.limit_bytes:
-                return
             self._file = self._opened()
         with self._file.begin(write=True) as transaction:
             for rows in self.all:
@@ -123,25 +120,20 @@ class Rows:
         if self.undo is not None and key not in self.undo:
             self.undo[key] = old
             store.undo_size_bytes += _ROW_SIZE_BYTES + len(key) + (0 if old is None else len(old))
-        if key in recent:
-            store.recent_size_bytes -= 0 if old is None else len(old)
-        else:
-            store.recent_size_bytes += _ROW_SIZE_BYTES + len(key)
-            if self._keys is not None:
-                insort(self._keys, key)
-        store.recent_size_bytes += 0 if value is None else len(value)
-        recent[key] = value
+        is_recent, keys = key in recent, self._keys
+        if is_recent:
+            store.recent_size_bytes -= _size_of(key, recent[key])
+        if value is not None or store.snapshot is not None:
+            if keys is not None and not is_recent:
+                insort(keys, key)
+            recent[key] = value
+            store.recent_size_bytes += _size_of(key, value)
+        elif is_recent:  # there is no row in a file to hide
+            del recent[key]
+            if keys is not None:
+                del keys[bisect_left(keys, key)]
         self.version += 1
         return old
-
-    def forget_deleted(self) -> None:
-        """Forget deleted keys, which hide nothing while there is no file."""
-        recent = self._recent
-        deleted = [key for key, value in recent.items() if value is None]
-        for key in deleted:
-            del recent[key]
-            self._store.recent_size_bytes -= _ROW_SIZE_BYTES + len(key)
-        self._keys = None
 
     def write(self, transaction: Any) -> None:
         """Write the recent rows into the file."""
@@ -207,6 +199,11 @@ class Rows:
                 is_there = cursor.set_range(low) if low else cursor.first()
                 rows = takewhile(lambda row: high is None or row[0] < high, cursor.iternext()) if is_there else iter(())
             return list(islice(rows, count))
+
+
+def _size_of(key: bytes, value: bytes | None) -> int:
+    """Return the size of a recent row in memory; more for a deleted one, which each scan has to pass over."""
+    return _ROW_SIZE_BYTES + len(key) + (_DELETED_SIZE_BYTES if value is None else len(value))
 
 
 def _behind(span: Span, key: bytes, reverse: bool) -> Span:

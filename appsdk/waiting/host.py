@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncio import events
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from immortal.appsdk.handlers.multicast import shared_method_id
 from immortal.appsdk.handlers.proxy import make_fork
 from immortal.appsdk.handlers.queries import Queries
 from immortal.appsdk.state.journal import SavedTask, declared_name, encode_raised
+from immortal.appsdk.state.table import Table
 from immortal.appsdk.waiting.impulses import Clock, Effect, Events, WaitingEffects
 from immortal.appsdk.waiting.loop import Ready
 from immortal.appsdk.waiting.operations import (
@@ -63,6 +64,7 @@ class Host:
         self.clock = Clock()
         self.effects = WaitingEffects(context)
         self.queries = Queries(context)
+        self.has_tables = False  # the class that runs has
         self.starts_first = False  # it is the instance's first start, not a replay
         self.handler_runs = HandlerRuns(context, self.queries)
         self.answers = Answers(context)
@@ -138,7 +140,8 @@ class Host:
             finally:
                 operation.task.runs_local_step = False
         elif isinstance(operation, Read):
-            with self._subject(operation) as subject:
+            app, is_keyed = self.instance, self.definition.objects is not None
+            with KeyContext(app, operation.task.key, is_kept=False) if is_keyed else nullcontext(app) as subject:
                 return False, operation.encoded(getattr(subject, operation.name))
         elif isinstance(operation, Event):
             self.events.offer(operation.name)
@@ -148,15 +151,9 @@ class Host:
         loop, self.ready.loop = self.ready.loop, None
         events._set_running_loop(None)  # a 'def' handler has none elsewhere, and a rebuild does not run it
         try:
-            with self._subject(operation):
-                return self.handler_runs.run_step(operation.task.number, operation.step, handler, arguments)
+            return self.handler_runs.run_step(operation.task.number, operation.step, handler, arguments)
         finally:
             self.ready.enter(loop)
-
-    def _subject(self, operation: Operation) -> AbstractContextManager[Any]:
-        """Return a context manager that gives the object for which the handler's self stands."""
-        app = self.instance
-        return nullcontext(app) if self.definition.objects is None else KeyContext(app, operation.task.key)
 
     def register(self, operation: Operation) -> None:
         """Register an operation, so that the result with its number finds it."""
@@ -311,12 +308,14 @@ class HandlerRuns:
         self.queries = queries
         self.verdicts: Mapping[MessageKey, Verdict] = {}
         self.tell: Callable[[Verdict, HandlerError], bool] = lambda verdict, error: False
+        self._tables: list[Table[Any, Any]] = []
         self.check: Callable[[], StateError | None] | None = None  # the state, after each handler that can change it
 
     def use(self, definition: Definition, instance: Any) -> None:
         """Run this class's code from here on."""
         self.definition = definition
         self.instance = instance
+        self._tables = definition.state().tables_of(instance)
         self.queries.use(definition.state())
 
     def run_handler(
@@ -356,7 +355,12 @@ class HandlerRuns:
 
     def _require_savable(self, handler: AnyHandler) -> None:
         """Check that the state can be saved after ``handler``. Raises HandlerError."""
-        if self.check is not None and not handler.is_query and (problem := self.check()) is not None:
+        if handler.is_query:
+            return
+        problem = next(filter(None, (table.unstored() for table in self._tables)), None)
+        if problem is None and self.check is not None:
+            problem = self.check()
+        if problem is not None:
             raise self.unsavable(handler, problem, max(self.context.message_index, 0))
 
     def unsavable(self, handler: AnyHandler | None, problem: StateError, message_index: int) -> HandlerError:

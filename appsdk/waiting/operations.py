@@ -6,11 +6,13 @@ Effects are in :mod:`immortal.appsdk.waiting.impulses`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from immortal.appsdk.calls.codec import ArgumentCodec, ValueDecoder, encode_value, encoder, resolve_hints
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import TIME_NS_MAX, Handler
+from immortal.appsdk.handlers.keys import KeyContext
 from immortal.appsdk.nodes.node import node_definition
 from immortal.appsdk.nodes.nodes import Nodes
 from immortal.appsdk.ordering.messages import Scope
@@ -180,9 +182,11 @@ class Step(_HandlerOperation):
 
 
 class LocalFunction:
-    """Local function or lambda of `immortal.step`, with the attributes of a ``def`` handler."""
+    """Local function or lambda of `immortal.step`, with the attributes of a ``def`` handler.
 
-    __slots__ = ("_form", "decode_result", "function", "keywords", "name")
+    ``key``: of a keyed class, the one whose object it may change."""
+
+    __slots__ = ("_form", "decode_result", "function", "key", "keywords", "name")
 
     is_query = False
     method_id = None
@@ -191,6 +195,7 @@ class LocalFunction:
     returns_nothing = False
 
     def __init__(self, function: Callable[..., Any], keywords: dict[str, Any]) -> None:
+        self.key: Any = None
         self.function = function
         self.keywords = keywords
         self.name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -201,8 +206,9 @@ class LocalFunction:
         self._form = form_of(annotation) if may_hold_untyped(annotation) else None
         self.decode_result = ValueDecoder(annotation).decode
 
-    def call(self, instance: object, *arguments: Any) -> Any:
-        return self.function(*arguments, **self.keywords)
+    def call(self, instance: Any, *arguments: Any) -> Any:
+        with nullcontext() if self.key is None else KeyContext(instance, self.key):
+            return self.function(*arguments, **self.keywords)
 
     def encode_result(self, value: Any) -> bytes:
         """Encode a result. Raises what the encoder raises."""
@@ -219,6 +225,7 @@ class LocalStep(Operation):
     def __init__(self, task: Owner, local: LocalFunction, arguments: tuple[Any, ...]) -> None:
         super().__init__(task, f"step {local.name}")
         self.local = local
+        local.key = task.key
         self.arguments = arguments
 
     def _start(self) -> None:

@@ -27,7 +27,6 @@ from immortal.appsdk.calls.user_code import (
 )
 from immortal.appsdk.errors import AppError, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.log import HandlerLog
 from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
 from immortal.appsdk.state.schema import StateSchema
@@ -184,18 +183,6 @@ class Task(Owner):
     @property
     def name(self) -> str:
         return self.handler.function.__qualname__
-
-    @property
-    def definition(self) -> Definition:
-        """Definition of the class of its ``self``."""
-        whole = self.tasks.definition
-        return whole if whole.objects is None else whole.objects
-
-    @property
-    def subject(self) -> Any:
-        """Object for which its ``self`` stands: the app, or its key's object (None: there is none)."""
-        app = self.tasks.instance
-        return app.keys.get(self.key) if self.handler.is_keyed else app
 
     @property
     def method_id(self) -> int:
@@ -490,11 +477,6 @@ class Task(Owner):
             self._copies = self._copies or []
             self._copies.append((operation, value, schema.encode_attribute(name, value)))
         return value
-
-    def look(self, schema: StateSchema, name: str) -> Any:
-        """Return a copy of an attribute for a debugger, without a journal entry. Raises StateError."""
-        value = getattr(self.subject, name)
-        return schema.decode_attribute(name, schema.encode_attribute(name, schema.kept(name, value)))
 
     def _check_copies(self) -> None:
         """Check that the handler has not changed copies of the state that it read; otherwise it fails."""

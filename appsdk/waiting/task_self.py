@@ -17,16 +17,15 @@ from typing import Any
 from immortal.appsdk.calls.user_code import in_debugger, place_of
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.handlers.definition import Peer, Peers
+from immortal.appsdk.handlers.definition import Definition, Peer, Peers
 from immortal.appsdk.handlers.keys import ByName
 from immortal.appsdk.handlers.multicast import Destination, NodeHandles, make_multicast_fork, shared_handler
 from immortal.appsdk.handlers.proxy import KeyPeers, find_handler
 from immortal.appsdk.ordering.messages import Scope
+from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.waiting.loop import Together
 from immortal.appsdk.waiting.operations import (
     Call,
-    LocalFunction,
-    LocalStep,
     MulticastCall,
     NodeTarget,
     Operation,
@@ -51,13 +50,13 @@ class TaskSelf:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return self._immortal_task.definition.cls
+        return _definition(self._immortal_task).cls
 
     def __repr__(self) -> str:
-        return f"<{self._immortal_task.definition.name} in {self._immortal_task.name}>"
+        return f"<{_definition(self._immortal_task).name} in {self._immortal_task.name}>"
 
     def __dir__(self) -> list[str]:
-        definition = self._immortal_task.definition
+        definition = _definition(self._immortal_task)
         return sorted({*dir(definition.cls), *definition.state().fields})
 
     @property
@@ -77,11 +76,11 @@ class TaskSelf:
     def __getattr__(self, name: str) -> Any:
         task = self._immortal_task
         if task.runs_local_step:
-            return getattr(task.subject, name)
+            return getattr(_subject(task), name)
         member = task.tasks.members.get(name)
         if member is not None:
             return _own_handler(task, member) if isinstance(member, Target) else _peer(task, member)
-        definition, whole = task.definition, task.tasks.definition
+        definition, whole = _definition(task), task.tasks.definition
         found: Any = inspect.getattr_static(definition.cls, name, _MISSING)
         if isinstance(found, Handler):
             target = task.tasks.target("", whole.handlers[name], whole.by_key[found.key])
@@ -96,28 +95,47 @@ class TaskSelf:
             return found.fget(self)
         schema = definition.state()
         if name not in schema.fields and name not in schema.transient:
-            attributes = {} if task.subject is None else vars(task.subject)
-            if found is not _MISSING and name not in attributes:
+            subject = _subject(task)
+            if found is not _MISSING and (subject is None or name not in vars(subject)):
                 return found.__get__(None, definition.cls) if hasattr(found, "__get__") else found
-            if name.startswith("__") or name not in attributes:
+            if name.startswith("__") or not hasattr(subject, name):
                 raise AttributeError(f"{definition.name!r} object has no attribute {name!r}")
         if name in schema.attributes and schema.serializer == "msgspec":
             frame = sys._getframe(1)
             is_looked_at = frame.f_code.co_filename in _TYPED or in_debugger(frame)  # no rebuild reads it there again
-            return task.look(schema, name) if is_looked_at else task.read(schema, name)
+            return _look(task, schema, name) if is_looked_at else task.read(schema, name)
         raise _refused(task, "reads", name, sys._getframe(1))
 
     def __setattr__(self, name: str, value: object) -> None:
         if self._immortal_task.runs_local_step:
-            setattr(self._immortal_task.subject, name, value)
+            setattr(_subject(self._immortal_task), name, value)
             return
         raise _refused(self._immortal_task, "sets", name, sys._getframe(1))
 
     def __delattr__(self, name: str) -> None:
         if self._immortal_task.runs_local_step:
-            delattr(self._immortal_task.subject, name)
+            delattr(_subject(self._immortal_task), name)
             return
         raise _refused(self._immortal_task, "deletes", name, sys._getframe(1))
+
+
+def _definition(task: Task) -> Definition:
+    """Return the definition of the class of its ``self``."""
+    return task.tasks.definition.objects or task.tasks.definition
+
+
+def _subject(task: Task) -> Any:
+    """Return the object for which its ``self`` stands: the app, or its key's object (None: there is none)."""
+    app, present = task.tasks.instance, task.tasks.context.present
+    if not task.handler.is_keyed:
+        return app
+    return app.keys.get(task.key) if present is None else present.one
+
+
+def _look(task: Task, schema: StateSchema, name: str) -> Any:
+    """Return a copy of an attribute for a debugger, without a journal entry. Raises StateError."""
+    value = getattr(_subject(task), name)
+    return schema.decode_attribute(name, schema.encode_attribute(name, schema.kept(name, value)))
 
 
 def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
@@ -166,9 +184,6 @@ class TaskHandler:
         if target.called.is_async or target.destination:
             whose = f"self.<peer>.{name}" if target.destination else f"self.{name}"
             raise UsageError(f"immortal.step({whose}): a 'def' handler of its own was expected: await {whose}(...)")
-        if target.is_overridden:  # the log would run the overriding one
-            function = MethodType(target.called.function, task.tasks.instance)
-            return LocalStep(task, LocalFunction(function, keywords), (*self._front, *arguments))
         bound = target.codec.bind((*self._front, *arguments), keywords)
         _ = target.codec.decode_result  # raises here, at the place of the step
         return Step(task, target, bound)

@@ -75,6 +75,7 @@ def children_of(instance: Path) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.timeout(300)
 def test_each_call_reaches_its_key_once(folder: Path) -> None:
     home, rng = folder / ".immortal", random.Random(6)
     expected: dict[str, Counter[str]] = {}
@@ -94,10 +95,3 @@ def test_each_call_reaches_its_key_once(folder: Path) -> None:
     assert said.startswith("{")
     other = next(one for one in KEYS if shard_of(one, 3) != 1)
     assert "is shard 1 of 3" in immortal(folder, "call", "carts-1", "add", other, "tea", "1", status=1)
-    table = immortal(folder, "sql", 'select key from "carts-1"."keys"')
-    assert any(one in table for one in KEYS)
-    for change in ("count = 4", "count = 1"):
-        (folder / "immortal.toml").write_text(PROJECT.replace("count = 3", change))
-        assert "whose keys are in carts-1, carts-2, carts-3" in immortal(folder, "up", status=1)
-    (folder / "immortal.toml").write_text(PROJECT)
-    assert "carts-1: " in immortal(folder, "verify", "carts-1")

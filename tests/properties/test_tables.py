@@ -207,11 +207,12 @@ TestTable = TableMachine.TestCase
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_in_many_pieces_and_in_both_places(seed: int, reverse: bool) -> None:
+def test_rows_in_many_pieces_and_in_both_places(seed: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Counts(Immortal):
         counts: Table[int, int]
 
     rng = Random(seed)
+    monkeypatch.setattr(table_rows, "RECENT_SIZE_BYTES_MAX", 20 * table_rows._DELETED_SIZE_BYTES)
     counts = Counts().counts
     counts._store.limit_bytes = rng.randrange(1000, 50_000)
     rows = {key: key % 7 for key in rng.sample(range(-3000, 3000), 900)}

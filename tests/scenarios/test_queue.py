@@ -129,7 +129,7 @@ def test_a_worker_that_is_stopped_while_the_queue_is_away(tmp_path: Path, monkey
         working.start()
         assert jobs.submit("square", [-3], returns=int).result(30) == 3
         run.kill()
-        client: Any = worker._connector._client
+        client: Any = worker._connector._clients[0]
         deadline_s = time.monotonic() + 30
         while len(client._shell.machine.connection._main.outstanding) < 2:  # a heartbeat waits as well
             assert time.monotonic() < deadline_s

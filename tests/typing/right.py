@@ -27,13 +27,14 @@ from immortal import (
     initial,
     on_primary,
     peer,
+    peers,
     query,
     register_type,
     rpc,
     upgrades,
 )
 from immortal.appsdk.integrations.asgi import progress
-from immortal.client import connect, with_key, with_timeout
+from immortal.client import connect, connect_keys, with_key, with_timeout
 from immortal.embedded import run, start
 from immortal.integrations.asgi import ImmortalMiddleware, Service
 from immortal.integrations.pydantic_ai import ImmortalDurability, run_step
@@ -366,3 +367,33 @@ class Broker(Grouped):
     @rpc
     def trade(self, order: str) -> None:
         self.prices.place.fork(order)
+
+
+class Cart(Immortal, keyed=str):
+    items: dict[str, int]
+
+    @rpc
+    def add(self, item: str, n: int = 1) -> int:
+        assert_type(self.add(item), int)
+        return n
+
+
+class Shop(Immortal):
+    carts = peers(Cart, "carts", shards=3)
+    late = peers(lambda: Cart, "late")
+
+    @rpc
+    async def order(self, who: str) -> int:
+        self.carts[who].add.fork("tea", n=2)
+        return await self.late[who].add("tea")
+
+
+async def keys() -> None:
+    with connect_keys(Cart, "carts") as carts:
+        assert_type(carts["ann"].add("tea"), int)
+        assert_type(with_key(carts["ann"], "once").add("tea"), int)
+    async with connect_keys(Cart, "carts", timeout=2.0) as later:
+        assert_type(await later["ann"].add("tea"), int)
+    with Environment() as env:
+        assert_type(env.start(Cart, "carts", shards=3)["ann"].call(Cart.add, "tea"), int)
+        assert_type(env.start(Cart, "one")["ann"].state.items, dict[str, int])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,8 +11,24 @@ import pytest
 from msgspec.structs import replace
 
 import immortal
-from immortal import Immortal, Node, Transient, every, impulse, initial, on_primary, peer, peers, query, rpc, upgrades
+from immortal import (
+    Immortal,
+    Impulses,
+    Node,
+    Transient,
+    every,
+    impulse,
+    initial,
+    on_primary,
+    peer,
+    peers,
+    query,
+    rpc,
+    upgrades,
+)
+from immortal.appsdk.determinism.check import check
 from immortal.appsdk.handlers.definition import KEY_SIZE_BYTES_MAX, RANGES, definition_of, key_problem, shard_of
+from immortal.appsdk.running.options import OptionError, run_options
 from immortal.errors import DefinitionError, StateError, UsageError
 from immortal.testing import Environment, crash_everywhere
 
@@ -30,6 +47,7 @@ class Cart(Immortal, keyed=str):
     @rpc(raises=[RefusalError])
     def add(self, item: str, n: int = 1, *, then: str = "") -> int:
         if n < 0:
+            self.count = n
             raise RefusalError(n)
         self.items[item] = self.items.get(item, 0) + n
         self.count += 1
@@ -95,7 +113,7 @@ class BigCart(Cart):
 
     @rpc
     async def asks_itself(self) -> list[Any]:
-        return ["big", *await super().asks_itself()]
+        return ["big", await immortal.step(super().who), *await super().asks_itself()]
 
 
 class Shop(Immortal):
@@ -114,6 +132,19 @@ class Shop(Immortal):
     def wrong(self, who: Any) -> None:
         self.carts[who].add.fork("tea")
 
+    @rpc
+    def without_a_key(self) -> None:
+        self.carts.add.fork("ann", "tea")  # type: ignore[attr-defined]
+
+    @rpc
+    def to_all(self) -> None:
+        immortal.multicast([self.carts["ann"], self.carts["kim"]]).add.fork("tea")
+
+    @on_primary
+    def feed(self, impulses: Impulses) -> None:
+        impulses.carts["ann"].add("tea")
+        impulses.to(self.carts["kim"]).add("tea", 3)
+
 
 @pytest.fixture
 def env() -> Any:
@@ -131,6 +162,7 @@ def test_each_key_has_its_own_object(env: Environment) -> None:
     with pytest.raises(RefusalError):
         carts["eve"].call(Cart.add, "tea", -1)
     assert list(carts.state.keys) == ["ann", "bob", "eve"]  # type: ignore[attr-defined]
+    assert carts["eve"].state.count == -1  # a declared exception keeps the state
 
 
 def test_a_query_makes_no_object_and_changes_none(env: Environment) -> None:
@@ -177,8 +209,9 @@ def test_handlers_of_one_key_wait_apart_from_those_of_another() -> None:
             carts.checkpoint()
             assert not ann.done
             carts["bob"].call(Cart.add, "jam")
-            carts["ann"].call(Cart.add, "gin")
             assert bob.result() == ["bob", "jam", {"jam": 1}, 2]
+            assert not ann.done
+            carts["ann"].call(Cart.add, "gin")
             assert ann.result() == ["ann", "tea", "gin", {"tea": 1, "gin": 1}, 3]
             assert second.result() == ["ann", {"tea": 1, "gin": 1}, 4]
 
@@ -187,7 +220,7 @@ def test_a_subclass_calls_what_it_replaces(env: Environment) -> None:
     carts = env.start(BigCart, "carts")
     carts["ann"].call(BigCart.add, "tea")
     assert carts["ann"].call(BigCart.who) == "big ann has 1"
-    assert carts["ann"].call(BigCart.asks_itself) == ["big", "ann", {"tea": 1}, 2]
+    assert carts["ann"].call(BigCart.asks_itself) == ["big", "ann has 1", "ann", {"tea": 1}, 2]
     plain = BigCart()
     plain.items["tea"] = 3
     assert plain.total() == 3
@@ -203,6 +236,22 @@ def test_shards_have_the_keys_between_them(env: Environment) -> None:
     for number, one in enumerate(carts.instances, 1):
         assert one.name == f"carts-{number}"
         assert {shard_of(key, 3) for key in one.state.keys} == {number}  # type: ignore[attr-defined]
+
+
+def test_hooks_call_keys(env: Environment) -> None:
+    carts, shop = env.start(Cart, "carts", shards=3), env.start(Shop, "shop")
+    shop.run_hook(Shop.feed)
+    assert {key: one.items for key, one in carts.keys.items()} == {"ann": {"tea": 1}, "kim": {"tea": 3}}
+
+
+@pytest.mark.parametrize(
+    ("handler", "said"),
+    [(Shop.without_a_key, r"self.<peers>\[key\].add\(...\)"), (Shop.to_all, "peers .* were expected")],
+)
+def test_calls_of_no_key_fail(env: Environment, handler: Any, said: str) -> None:
+    env.start(Cart, "carts", shards=3)
+    with pytest.raises(immortal.CalleeFailed, match=said):
+        env.start(Shop, "shop").call(handler)
 
 
 def test_the_shard_of_a_key_never_changes() -> None:
@@ -442,3 +491,31 @@ def test_functions_outside_of_a_keyed_class(env: Environment) -> None:
         env.start(Plain, "plain")["ann"]
     with pytest.raises(UsageError, match="a keyed class and a number from 1"):
         env.start(Plain, "other", shards=2)
+
+
+def test_the_shard_comes_from_the_environment() -> None:
+    assert run_options(environment={"IMMORTAL_SHARD": "2/3"}).shard == (2, 3)
+    assert run_options(environment={}).shard is None
+    for wrong in ("3", "0/3", "4/3", "a/b", "1/5000", "1/3/3"):
+        with pytest.raises(OptionError, match=r"IMMORTAL_SHARD=.*: which shard of how many was expected, such as 2/3"):
+            run_options(environment={"IMMORTAL_SHARD": wrong})
+
+
+class Late(Immortal, keyed=str):
+    at: float = 0.0
+
+    @rpc
+    def look(self) -> None:
+        self.at = time.time()
+
+    @rpc
+    def other(self) -> None:
+        immortal.logger.info("looked")
+
+
+def test_the_check_and_the_log_know_the_handlers_of_a_key(env: Environment, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [(one.where, one.what) for one in check(definition_of(Late))] == [
+        ("Late.look", "calls time.time(), which differs at each replay")
+    ]
+    env.start(Late, "late")["ann"].call(Late.other)
+    assert "looked  handler=Late.other record=1:0" in capsys.readouterr().err

@@ -346,3 +346,26 @@ def test_the_guides_project_is_one(tmp_path: Path) -> None:
     known = {*settings_of(Service)}
     table = guide.partition("Of each service:\n\n")[2].partition("\n\n")[0]
     assert set(re.findall(r"^- `(\w+)`", table, re.M)) <= known
+
+
+def test_keys_stay_in_their_shards(tmp_path: Path) -> None:
+    source = "from immortal import Immortal\nclass Cart(Immortal, keyed=str): ...\nclass Till(Immortal): ...\n"
+    table = '[services.carts]\napp = "shop:Cart"\ncount = {}\n[services.till]\napp = "shop:Till"\ncount = 2\n'
+    for count, others in ((3, "carts-1, carts-2, carts-3"), (1, "carts")):
+        make_project(tmp_path, source, table.format(count))
+        project = Project(tmp_path / "immortal.toml")
+        project.home.mkdir(exist_ok=True)
+        carts = [one for one in project.services() if one.app == "shop:Cart"]
+        assert [one.environment["IMMORTAL_SHARD"] for one in carts] == [f"{n}/{count}" for n in range(1, count + 1)]
+        for one in carts:
+            project.home.joinpath(f"{one.name}.toml").touch()
+        assert [one.environment for one in project.services() if one.app == "shop:Till"] == [{}, {}]
+        registered = [one.name for one in carts]
+        for another in {1, 2, 3, 4} - {count}:
+            make_project(tmp_path, source, table.format(another))
+            with pytest.raises(
+                ProjectError, match=f"count = {another} for 'carts', whose keys are in {others}: keys can't"
+            ):
+                project.services()
+        for name in registered:
+            project.home.joinpath(f"{name}.toml").unlink()

@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 import threading
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from immortal.appsdk.running.inspection import inspect_state, rows
 from immortal.appsdk.state import table_rows
 from immortal.appsdk.state.schema import copied_envelope, encode_envelope
 from immortal.errors import CalleeFailed, DefinitionError, StateError, UsageError
-from immortal.testing import Environment
+from immortal.testing import Environment, ReplayDiffers, assert_replays, crash_everywhere
 
 
 class Order(Struct):
@@ -134,6 +135,23 @@ def test_a_failed_call_leaves_no_row() -> None:
         shop.recover()
         assert shop.state.orders == {1: Order("ann"), 3: Order("ann")}
         assert shop.call(Shop.of, "ann") == [1, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_limit")
+def test_no_crash_changes_a_row() -> None:
+    for env in crash_everywhere(fail_alone=True, runs_max=40):
+        with env:
+            shop = env.start(Shop, "shop")
+            shop.send(Shop.buy, 1, Order("ann"))
+            shop.send(Shop.buy, 2, Order("ann"), fails=True)
+            shop.send(Shop.store, 1)
+            shop.send(Shop.forget_to_store, 1)
+            env.run()
+            shop.checkpoint()
+            assert shop.call(Shop.wait, 3) == len("async")
+            assert shop.call(Shop.of, "ann") == [1]
+            assert shop.state.orders == {1: Order("ann", 1, {"x", "y", "z"}), 3: Order("async")}
 
 
 @pytest.mark.parametrize(
@@ -327,7 +345,7 @@ def test_classes_that_can_not_have_a_table_are_refused() -> None:
         class Default(Immortal):
             rows: Table[int, int] = {}  # type: ignore[assignment]  # noqa: RUF012
 
-    with pytest.raises(DefinitionError, match="rows = table"):
+    with pytest.raises(DefinitionError, match="not annotated as one"):
 
         class Untyped(Immortal):
             rows = table()
@@ -372,6 +390,26 @@ def test_rows_that_can_not_be_kept_are_refused_where_they_are_set() -> None:
     things.pairs["b", 0] = b"0"
     assert list(things.pairs.values(prefix=("a",))) == [b"1", b"2"]
     assert list(things.pairs.values(("a", 2))) == [b"2", b"0"]
+
+
+def test_equal_keys_are_one_row_of_the_annotated_type() -> None:
+    class Measured(Immortal):
+        by_size: Table[float, int]
+        by_moment: Table[datetime, int]
+
+    measured, moment = Measured(), datetime(2026, 1, 1, 12, tzinfo=timezone(timedelta(hours=2)))
+    for key in (1, 1.0, -0.0, 0.0):
+        measured.by_size[key] = len(measured.by_size)
+    measured.by_moment[moment] = 1
+    measured.by_moment[moment.astimezone(UTC)] = 2
+    again, schema = Measured(), definition_of(Measured).state()
+    state = schema.encode(measured)
+    assert len(state) == schema.with_tables(measured, schema.encode_attributes(measured))[0]
+    schema.restore(again, copied_envelope(definition_of(Measured).name, "msgspec"), memoryview(state))
+    assert again.by_size == {0.0: 2, 1.0: 1}
+    assert again.by_moment == {moment: 2}
+    del again.by_size[1], again.by_moment[moment]
+    assert len(schema.encode(again)) == schema.with_tables(again, schema.encode_attributes(again))[0]
 
 
 def test_a_handle_is_no_row() -> None:
@@ -446,6 +484,25 @@ def test_the_file_has_no_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert shop.orders._store.snapshot is not None
     assert os.listdir(tmp_path) == []
     assert len(list(shop.orders.items())) == 10
+
+
+def test_a_replay_with_other_code_finds_a_row_that_it_does_not_store(tmp_path: Path) -> None:
+    class Forgetful(Shop, formerly=("Shop",)):
+        @rpc
+        def store(self, number: int) -> None:
+            self.orders[number].count += 1
+
+    log = tmp_path / "shop.log"
+    with Environment(fail_alone=True) as env:
+        shop = env.start(Shop, "shop")
+        shop.call(Shop.fill, 20)
+        with pytest.raises(CalleeFailed):
+            shop.call(Shop.forget_to_store, 7)
+        shop.call(Shop.store, 7)
+        shop.export_log(log)
+    assert_replays(log, Shop)
+    with pytest.raises(ReplayDiffers, match="row 7 was changed but not stored"):
+        assert_replays(log, Forgetful)
 
 
 def test_the_guides_program(monkeypatch: pytest.MonkeyPatch, immortal_env: Environment) -> None:
