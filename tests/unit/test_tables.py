@@ -21,7 +21,7 @@ from msgspec import Struct
 from immortal import Handle, Immortal, Node, Table, create_node, initial, query, rpc, step, table, upgrades
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.inspection import inspect_state, rows
-from immortal.appsdk.state import table_rows
+from immortal.appsdk.state import snapshots, table_rows
 from immortal.appsdk.state.schema import copied_envelope, encode_envelope
 from immortal.errors import CalleeFailed, DefinitionError, StateError, UsageError
 from immortal.testing import Environment, ReplayDiffers, assert_replays, crash_everywhere
@@ -140,6 +140,22 @@ def test_a_failed_call_leaves_no_row() -> None:
         shop.recover()
         assert shop.state.orders == {1: Order("ann"), 3: Order("ann")}
         assert shop.call(Shop.of, "ann") == [1, 3]
+
+
+def test_a_new_copy_is_due_when_old_rows_take_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "TAIL_SIZE_BYTES_MAX", 5000)
+    with Environment(fail_alone=True) as env:
+        shop = env.start(Shop, "shop")
+        copies = shop._app().dispatcher._rewinds.copies
+        tails = []
+        for count in (1, 100, 1):
+            shop.call(Shop.fill, count)
+            assert copies.current is not None
+            tails.append(len(copies.current.tail))
+        assert tails[1:] == [0, 1]
+        with pytest.raises(CalleeFailed, match="no"):
+            shop.call(Shop.buy, 2, Order("bob"), fails=True)
+        assert len(shop.state.orders) == 100
 
 
 @pytest.mark.slow
