@@ -359,7 +359,8 @@ class Rewinds:
         self._records.closely = None
         if rewound:
             self.settle()
-        undo_size_bytes = sum(table.undo_size_bytes for table in self._life.tables)
+        has_tables = self._context.tasks.has_tables
+        undo_size_bytes = sum(table.undo_size_bytes for table in self._life.tables) if has_tables else 0
         if self.copies.add(record, rewound=rewound, undo_size_bytes=undo_size_bytes):
             self.retake_copy()
         elif undo_size_bytes and self.copies.current is None:

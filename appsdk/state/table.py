@@ -21,6 +21,7 @@ from immortal.appsdk.calls.codec import ValueDecoder, encode_value, resolve_hint
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
 from immortal.appsdk.errors import AS_RPC, DefinitionError, QueryError, StateError, UsageError
 from immortal.appsdk.state.table_rows import KEY_SIZE_BYTES_MAX, KeyForm, Span, Store, after_prefix, key_form
+from immortal.appsdk.types import registry
 from immortal.appsdk.types.encoding import allow_integers
 from immortal.appsdk.types.handles import MARK
 from immortal.appsdk.types.registry import may_hold_handles, types_of
@@ -440,6 +441,15 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
     def __reduce__(self) -> Any:  # a copy outside of a service is a dict
         return dict, (dict(self),)
+
+
+registry._registered[Table] = registry.Codec(  # as the result of a handler it is a dict
+    dict,
+    lambda annotation, rows: rows,
+    problem=lambda annotation: (
+        "a Table is possible only as the whole annotation of an attribute, in a class without keyed=: use a dict here"
+    ),
+)
 
 
 def _handles(context: Context | None) -> TypeGuard[Context]:

@@ -357,9 +357,11 @@ class HandlerRuns:
         """Check that the state can be saved after ``handler``. Raises HandlerError."""
         if handler.is_query:
             return
-        problem = next(filter(None, (table.unstored() for table in self._tables)), None)
-        if problem is None and self.check is not None:
-            problem = self.check()
+        problem: StateError | None = None
+        for table in self._tables:
+            problem = problem or table.unstored()
+        if self.check is not None:
+            problem = problem or self.check()
         if problem is not None:
             raise self.unsavable(handler, problem, max(self.context.message_index, 0))
 

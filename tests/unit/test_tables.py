@@ -21,7 +21,7 @@ from msgspec import Struct
 from immortal import Handle, Immortal, Node, Table, create_node, initial, query, rpc, step, table, upgrades
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.inspection import inspect_state, rows
-from immortal.appsdk.state import table_rows
+from immortal.appsdk.state import snapshots, table_rows
 from immortal.appsdk.state.schema import copied_envelope, encode_envelope
 from immortal.errors import CalleeFailed, DefinitionError, StateError, UsageError
 from immortal.testing import Environment, ReplayDiffers, assert_replays, crash_everywhere
@@ -99,6 +99,10 @@ class Shop(Immortal):
         return [number for number, _ in self.orders.by("customer", customer)]
 
     @query
+    def all_stock(self) -> dict[str, int]:
+        return self.stock  # type: ignore[return-value]
+
+    @query
     def set(self) -> int:
         self.stock["x"] = 1
         return 1
@@ -128,6 +132,7 @@ def test_a_failed_call_leaves_no_row() -> None:
         assert shop.state.orders == {1: Order("ann")}
         assert shop.state.stock == {"bread": 2}
         assert shop.call(Shop.of, "bob") == []
+        assert shop.call(Shop.all_stock) == {"bread": 2}
         assert shop.call(Shop.of, "ann") == [1]
         shop.checkpoint()
         shop.call(Shop.buy, 3, Order("ann"))
@@ -135,6 +140,22 @@ def test_a_failed_call_leaves_no_row() -> None:
         shop.recover()
         assert shop.state.orders == {1: Order("ann"), 3: Order("ann")}
         assert shop.call(Shop.of, "ann") == [1, 3]
+
+
+def test_a_new_copy_is_due_when_old_rows_take_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "TAIL_SIZE_BYTES_MAX", 5000)
+    with Environment(fail_alone=True) as env:
+        shop = env.start(Shop, "shop")
+        copies = shop._app().dispatcher._rewinds.copies
+        tails = []
+        for count in (1, 100, 1):
+            shop.call(Shop.fill, count)
+            assert copies.current is not None
+            tails.append(len(copies.current.tail))
+        assert tails[1:] == [0, 1]
+        with pytest.raises(CalleeFailed, match="no"):
+            shop.call(Shop.buy, 2, Order("bob"), fails=True)
+        assert len(shop.state.orders) == 100
 
 
 @pytest.mark.slow
@@ -350,6 +371,16 @@ def test_classes_that_can_not_have_a_table_are_refused() -> None:
         class Untyped(Immortal):
             rows = table()
 
+    with pytest.raises(DefinitionError, match="only as the whole annotation of an attribute"):
+
+        class Inside(Immortal):
+            rows: list[Table[int, int]]
+
+    with pytest.raises(DefinitionError, match="in a class without keyed="):
+
+        class Keyed(Immortal, keyed=str):
+            rows: Table[int, int]
+
     with pytest.raises(DefinitionError, match="list is no type of keys"):
 
         class Unordered(Immortal):
@@ -374,6 +405,8 @@ def test_rows_that_can_not_be_kept_are_refused_where_they_are_set() -> None:
     things = Things()
     with pytest.raises(StateError, match=r"attribute 'texts'.* can't be saved: .*object"):
         things.texts["a"] = object()
+    with pytest.raises(StateError, match="a value of type Table can't be kept"):
+        things.texts["a"] = things.pairs
     with pytest.raises(StateError, match="its key has 602 bytes, at most 510"):
         things.texts["a" * 600] = 1
     with pytest.raises(TypeError, match="a key of type int came, str was expected"):
