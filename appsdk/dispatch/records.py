@@ -419,11 +419,13 @@ class Rewinds:
         tasks.queries.passed = passed
         guard = self._records.guard
         was_on, guard.is_on = guard.is_on, False
-        self._life.go_back(copy.blob)
-        for handled in records:
-            for _ in self._records.handle(handled):
-                pass
-        guard.is_on = was_on
+        try:
+            self._life.go_back(copy.blob)
+            for handled in records:
+                for _ in self._records.handle(handled):
+                    pass
+        finally:  # a search can end such a run early
+            guard.is_on = was_on
         self._restart_guard()
 
     def settle(self) -> None:

@@ -663,3 +663,40 @@ def test_without_fail_alone_a_test_fails_with_it() -> None:
     purse.call(Purse.put, 500)
     with pytest.raises(ValueError, match="too much"):
         purse.checkpoint()
+
+
+class Drawers(Immortal):
+    """Large enough that the guard does not look into the drawers that are there."""
+
+    drawers: dict[str, list[Any]]
+    last: Any
+
+    def __init__(self) -> None:
+        self.drawers = {str(number): ["x" * 100] for number in range(200)}
+        self.last = None
+
+    @impulse
+    def hide(self) -> None:
+        self.drawers["7"].append(len)
+
+    @impulse
+    def fill(self) -> None:
+        self.drawers["7"].append(7)
+
+    @rpc
+    def show(self) -> None:
+        self.last = len
+
+
+def test_after_a_search_the_state_is_guarded_as_before() -> None:
+    """The search ended a run early, and then no later message was looked at."""
+    with an(Drawers, "drawers") as (env, drawers):
+        drawers.checkpoint()
+        for method in (Drawers.fill, Drawers.hide, Drawers.fill):  # one record
+            drawers.send(method)
+        env.run()
+        drawers.checkpoint()
+        assert drawers.state.drawers["7"][1:] == [7, 7]
+        with pytest.raises(CalleeFailed, match="can't be saved"):
+            drawers.call(Drawers.show)
+        assert drawers.state.last is None
