@@ -91,7 +91,10 @@ class TableKind:
         self.may_hold_handles = may_hold_handles(self.value_type)
 
     def _index(self, attribute: str) -> Index:
-        hints = resolve_hints(self.value_type) if isinstance(self.value_type, type) else {}
+        cls = self.value_type
+        hints = (
+            resolve_hints(cls) if isinstance(cls, type) and not issubclass(cls, dict) else {}
+        )  # a TypedDict has keys
         if attribute not in hints:
             known = ", ".join(hints) or "none"
             raise TypeError(f"index={attribute!r}: its values have no such attribute (they have: {known})")
@@ -138,6 +141,7 @@ class TableField:
         if rows is not mine:
             if not isinstance(rows, Mapping):
                 raise TypeError(f"self.{self.name} = ...: a {type(rows).__qualname__} came, a mapping was expected")
+            rows = rows if type(rows) is Table else dict(rows)  # another mapping can read from this table
             mine.clear()
             mine.update(rows)
 
@@ -211,7 +215,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         self._enter(writes=True)
         if self._rows.get(packed) is None:
             raise KeyError(key)
-        self._delete(key, packed)
+        self._delete(packed)
 
     def clear(self) -> None:
         """Remove all rows."""
@@ -267,6 +271,8 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         (_, form), entries = self._indexes[index]
         if value is _REQUIRED:
             span = span_of(form, start, stop, prefix)
+        elif (start, stop, prefix) != (None, None, None):
+            raise TypeError(f"by({index!r}, <a value>): it can't be together with start=, stop= or prefix=")
         else:
             front = form.pack(value)
             span = front, after_prefix(front)
@@ -321,12 +327,12 @@ class Table(MutableMapping[K, V], Generic[K, V]):
                     f"{self._kind.where}: row {str(key)[:40]!r}...: {what} {len(one)} bytes, at most "
                     f"{KEY_SIZE_BYTES_MAX} are possible"
                 )
-        self._make_room(may_refuse=self._watch is not None)
+        self._make_room(may_refuse=True)
         old = self._rows.put(packed, data)
         self._size_bytes += len(data)
         if old is None:
             self._count += 1
-            self._size_bytes += len(encode_value(key))
+            self._size_bytes += self._key_size_bytes(packed)
         else:
             self._size_bytes -= len(old)
         if entries and old != data:
@@ -334,14 +340,18 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             for entry, (_, rows) in zip(entries, self._indexes.values(), strict=True):
                 rows.put(entry, b"")
 
-    def _delete(self, key: K, packed: bytes) -> None:
+    def _delete(self, packed: bytes) -> None:
         self._make_room(may_refuse=False)
         old = self._rows.put(packed, None)
         self._count -= 1
-        self._size_bytes -= len(encode_value(key)) + len(old or b"")
+        self._size_bytes -= self._key_size_bytes(packed) + len(old or b"")
         self._forget_entries(packed, old)
         if self._watch is not None:
             self._watch.forget(packed)
+
+    def _key_size_bytes(self, packed: bytes) -> int:
+        """Return the size of a key in a checkpoint, where 1 in a table of float is 1.0."""
+        return len(encode_value(self._kind.key.unpack(packed, 0)[0]))
 
     def _forget_entries(self, packed: bytes, old: bytes | None) -> None:
         if old is not None and self._indexes:
@@ -350,18 +360,20 @@ class Table(MutableMapping[K, V], Generic[K, V]):
                 rows.put(index.form.pack(index.value_of(value)) + packed, None)
 
     def _make_room(self, *, may_refuse: bool) -> None:
-        """Move recent writes into the file if they are many. Raises StateError if that fails and ``may_refuse``."""
+        """Move recent writes into the file if they are many. Raises StateError if that fails in a new message, and
+        ``may_refuse``."""
         store = self._store
         if store.recent_size_bytes <= store.limit_bytes:
             return
         try:
             store.flush()
         except (OSError, lmdb.Error) as error:
-            if may_refuse:
-                raise StateError(
+            if self._watch is not None and may_refuse:
+                self._watch.problem = StateError(  # the call fails, even if its handler catches the error
                     f"{self._kind.where}: the row can't be kept, since the table's temporary file can't be written: "
                     f"{error}; make room there, or choose another folder with TMPDIR"
-                ) from None
+                )
+                raise self._watch.problem from None
             store.limit_bytes = 2 * store.recent_size_bytes  # a replay must not fail where no call failed before
 
     # --- for the SDK ------------------------------------------------------------------------------------------------
@@ -419,14 +431,14 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         self._watch = _Watch(self._kind) if watches else None
 
     def unstored(self) -> StateError | None:
-        """Return the error if a value was changed since :meth:`watch`, or the last call, and not set again."""
+        """Return the error if, since :meth:`watch` or the last call, a row was refused, or changed but not stored."""
         watch = self._watch
-        if watch is None or not (watch.held or watch.changed):
+        if watch is None or not (watch.held or watch.changed or watch.problem):
             return None
         watch.compare()
         self._watch = _Watch(self._kind)
-        if watch.changed is None:
-            return None
+        if watch.changed is None or watch.problem is not None:
+            return watch.problem
         key = self._kind.key.unpack(watch.changed, 0)[0]
         return StateError(
             f"{self._kind.where}: row {key!r} was changed but not stored: a read returns a copy, so write "
@@ -441,11 +453,15 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
 
 class _Watch:
-    """Values that were read from a table or put into it. ``changed``: key of one that has changed since."""
+    """Values that were read from a table or put into it. ``changed``: key of one that has changed since.
+
+    ``problem``: why the temporary file took no row.
+    """
 
     def __init__(self, kind: TableKind) -> None:
         self.held: dict[bytes, list[tuple[Any, bytes]]] = {}
         self.changed: bytes | None = None
+        self.problem: StateError | None = None
         self._kind = kind
         self._left = WATCHED_MAX
 

@@ -10,7 +10,21 @@ import pytest
 from msgspec.structs import replace
 
 import immortal
-from immortal import Immortal, Node, Transient, every, impulse, initial, on_primary, peer, peers, query, rpc, upgrades
+from immortal import (
+    Immortal,
+    Node,
+    Table,
+    Transient,
+    every,
+    impulse,
+    initial,
+    on_primary,
+    peer,
+    peers,
+    query,
+    rpc,
+    upgrades,
+)
 from immortal.appsdk.handlers.definition import KEY_SIZE_BYTES_MAX, RANGES, definition_of, key_problem, shard_of
 from immortal.errors import DefinitionError, StateError, UsageError
 from immortal.testing import Environment, crash_everywhere
@@ -373,6 +387,11 @@ def with_a_cache() -> None:
         cache: Transient[int]
 
 
+def with_a_table() -> None:
+    class Filed(Immortal, keyed=str):
+        rows: Table[int, int]
+
+
 def with_a_shared_default() -> None:
     class Bad(Immortal, keyed=str):
         items: list[int] = []  # noqa: RUF012 (that is what is wrong)
@@ -417,6 +436,7 @@ def with_a_late_peer() -> None:
         (with_other_keys, "keys are of the type str or int"),
         (with_a_parameter_key, "has the key as its argument 'key': rename this one"),
         (with_a_cache, "'cache': a keyed class has no Transient yet"),
+        (with_a_table, "a keyed class has no tables"),
         (with_a_shared_default, "mutable default"),
         (with_limit_by, "in a keyed class limit is for each key"),
         (with_peer, r"Cart is a keyed class: peers\(Cart, ...\) was expected"),
