@@ -69,6 +69,8 @@ class Proxy:
         client, _, name, _, _ = self._immortal_parts
         return f"<client {client.client_id!r} of {name!r}>"
 
+    __iter__ = __contains__ = None  # by numbers from 0 they would not end
+
     def __getitem__(self, key: Any) -> Self:
         """Return the proxy of one key of a keyed class: ``carts["ann"].add("tea", 2)``. Raises TypeError."""
         _, definition, name, timeout_s, request_key = self._immortal_parts

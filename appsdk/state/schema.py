@@ -209,10 +209,10 @@ class StateSchema:
             field = TableField()
             field.__set_name__(self._cls, name)
             setattr(self._cls, name, field)
-        if not isinstance(field, TableField):
+        if not isinstance(field, TableField) or field.name != name:
             raise DefinitionError(
-                f"{self._class_name}: attribute {name!r}: a Table has no default but table(...): put rows into it in "
-                f"__init__"
+                f"{self._class_name}: attribute {name!r}: a Table has no default but a table(...) of its own: put rows "
+                f"into it in __init__"
             )
         return TableKind(self, self._class_name, name, annotation, field.index)
 

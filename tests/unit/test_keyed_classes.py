@@ -259,8 +259,31 @@ def test_a_handler_that_names_no_key_fails(env: Environment) -> None:
     env.run()
     said = [letter.text for letter in shop.dead_letters]
     assert len(said) == 5
-    assert said[0] == "carts[...]: its keys are of the type str, 5 is a int"
+    assert said[0] == "carts[...]: its keys are of the type str, 5 is of int"
     assert "a key has 1 to 400 bytes, this one has 10,000,000" in said[2]
+    with pytest.raises(TypeError, match=r"^carts\[\.\.\.\]: the key '\\ud800' can't be encoded"):
+        vars(Shop)["carts"].shard("\ud800")
+
+
+def test_peers_are_no_sequence(env: Environment) -> None:
+    class Numbered(Immortal, keyed=int):
+        pass
+
+    class Caller(Immortal):
+        numbers = peers(Numbered, "numbers")
+
+        @rpc
+        def look(self) -> bool:
+            return 5 in self.numbers  # type: ignore[operator]
+
+        @rpc
+        def walk(self) -> int:
+            return next(iter(self.numbers))  # type: ignore[call-overload,no-any-return]
+
+    caller = env.start(Caller, "caller")
+    for handler in (Caller.look, Caller.walk):
+        with pytest.raises(immortal.CalleeFailed, match=r"not iterable|not a container"):
+            caller.call(handler)
 
 
 def test_limits_of_keys() -> None:

@@ -333,10 +333,17 @@ def test_classes_that_can_not_have_a_table_are_refused() -> None:
         class Owner(Immortal, nodes=(Part,)):
             pass
 
-    with pytest.raises(DefinitionError, match="a Table has no default but table"):
+    with pytest.raises(DefinitionError, match=r"a Table has no default but a table\(...\)"):
 
         class Default(Immortal):
             rows: Table[int, int] = {}  # type: ignore[assignment]  # noqa: RUF012
+
+    with pytest.raises(DefinitionError, match=r"'one': a Table has no default but a table\(...\) of its own"):
+
+        class Shared(Immortal):
+            one: Table[int, int]
+            other: Table[int, int]
+            one = other = table()
 
     with pytest.raises(DefinitionError, match="rows = table"):
 
