@@ -25,6 +25,7 @@ from immortal import (
     rpc,
     upgrades,
 )
+from immortal.appsdk.client.clients import Proxy
 from immortal.appsdk.handlers.definition import KEY_SIZE_BYTES_MAX, RANGES, definition_of, key_problem, shard_of
 from immortal.errors import DefinitionError, StateError, UsageError
 from immortal.testing import Environment, crash_everywhere
@@ -284,6 +285,15 @@ def test_peers_are_no_sequence(env: Environment) -> None:
     for handler in (Caller.look, Caller.walk):
         with pytest.raises(immortal.CalleeFailed, match=r"not iterable|not a container"):
             caller.call(handler)
+
+
+def test_a_client_says_how_a_key_is_named() -> None:
+    shard: Any = None
+    carts = Proxy(shard, None, "carts", None, None, shards=(shard, shard))
+    with pytest.raises(UsageError, match=r"a call says for which key: carts\[KEY\]\.add\(\.\.\.\)$"):
+        carts.add  # noqa: B018
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(carts)  # type: ignore[call-overload]
 
 
 def test_limits_of_keys() -> None:

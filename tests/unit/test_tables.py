@@ -345,6 +345,10 @@ def test_classes_that_can_not_have_a_table_are_refused() -> None:
             other: Table[int, int]
             one = other = table()
 
+    for hint in (Table, dict[str, Table[int, int]], Table[int, int] | None, Table[int, Table[int, int]]):
+        with pytest.raises(DefinitionError, match=r"a table is a whole attribute: rows: Table\[int, str\]$"):
+            type("Wrong", (Immortal,), {"__annotations__": {"rows": hint}})
+
     with pytest.raises(DefinitionError, match="rows = table"):
 
         class Untyped(Immortal):
