@@ -69,6 +69,8 @@ class Proxy:
         client, _, name, _, _ = self._immortal_parts
         return f"<client {client.client_id!r} of {name!r}>"
 
+    __iter__ = __contains__ = None  # by numbers from 0 they would not end
+
     def __getitem__(self, key: Any) -> Self:
         """Return the proxy of one key of a keyed class: ``carts["ann"].add("tea", 2)``. Raises TypeError."""
         _, definition, name, timeout_s, request_key = self._immortal_parts
@@ -92,7 +94,7 @@ class Proxy:
             raise AttributeError(name)
         _, definition, whose, *_ = self._immortal_parts
         if len(self._immortal_shards) > 1 and not self._immortal_front:
-            raise UsageError(f"{whose!r} is keyed, so a call says for which key: proxy[key].{name}(...)")
+            raise UsageError(f"{whose!r} is keyed, so a call says for which key: {whose}[KEY].{name}(...)")
         method = self._immortal_methods.get(name)
         if method is None:
             method = NamedMethod(name) if definition is None else typed_method(definition, name)

@@ -96,11 +96,9 @@ RANGES = 4096
 def key_problem(kind: type, key: object) -> str:
     """Return why ``key`` can't be a key of a class that is keyed by ``kind``; "" if it can."""
     if type(key) is not kind:
-        return f"its keys are of the type {kind.__name__}, {key!r:.80} is a {type(key).__name__}"
+        return f"its keys are of the type {kind.__name__}, {key!r:.80} is of {type(key).__name__}"
     if isinstance(key, int):
-        return (
-            "" if -INT_64_MAX <= key <= INT_64_MAX else f"a key is an int of 64 bits, this one has {key.bit_length()}"
-        )
+        return "" if abs(key) <= INT_64_MAX else f"a key is an int from {-INT_64_MAX} to {INT_64_MAX}"
     size_bytes = len(str(key).encode(errors="replace"))
     if not 1 <= size_bytes <= KEY_SIZE_BYTES_MAX:
         return f"a key has 1 to {KEY_SIZE_BYTES_MAX} bytes, this one has {size_bytes:,}"
@@ -141,10 +139,9 @@ class Peers(property):
 
     def shard(self, key: object) -> Peer:
         """Return the shard of a key. Raises TypeError."""
-        found = self.shards[0] if len(self.shards) == 1 else self.shards[shard_of(key, len(self.shards)) - 1]
-        if problem := key_problem(cast(type, found.resolve().keyed), key):
+        if problem := key_problem(cast(type, self.shards[0].resolve().keyed), key):
             raise TypeError(f"{self.name}[...]: {problem}")
-        return found
+        return self.shards[shard_of(key, len(self.shards)) - 1]
 
 
 class Definition(Struct):

@@ -164,6 +164,7 @@ def keyed_definition(objects: Definition) -> Definition:
     unfit += [f"@initial ({objects.initial})"] if objects.initial else []
     unfit += [f"method {one!r}" for one in _HOOKS if hook_of(cls, one) is not None]
     unfit += ["nodes"] if objects.nodes else []
+    unfit += ["tables"] if objects._state is not None and objects._state.tables else []
     unfit += ['serializer="pickle"'] if objects.serializer == "pickle" else []
     if unfit:
         raise DefinitionError(

@@ -229,6 +229,8 @@ def peer_namespace(definition: Definition, context: Context) -> SimpleNamespace:
 class KeyPeers:
     """Proxies of the keys of a keyed class: ``self.carts["ann"]``. ``shard``: makes the proxy of one of its shards."""
 
+    __iter__ = __contains__ = None  # by numbers from 0 they would not end
+
     def __init__(self, source: Peers, shard: Callable[[Peer], Any]) -> None:
         self._immortal_peers = source
         self._immortal_shard = shard

@@ -192,7 +192,9 @@ class StateSchema:
                     self.tables[name] = kind = self._table(name, annotation)
                     annotation = kind.value_type  # of one row
                 if problem := unsupported_type(annotation):
-                    raise DefinitionError(f"{self._class_name}: attribute {name!r}: {problem}; {WAYS_OUT}")
+                    is_table = f"{Table.__module__}.Table" in repr(annotation)
+                    ways_out = f"a table is a whole attribute: {name}: Table[int, str]" if is_table else WAYS_OUT
+                    raise DefinitionError(f"{self._class_name}: attribute {name!r}: {problem}; {ways_out}")
                 exact = allow_integers(annotation)
                 self._decoders[name] = ValueDecoder(exact)
                 self._forms[name] = form_of(exact)
@@ -211,10 +213,10 @@ class StateSchema:
             field = TableField()
             field.__set_name__(self._cls, name)
             setattr(self._cls, name, field)
-        if not isinstance(field, TableField):
+        if not isinstance(field, TableField) or field.name != name:
             raise DefinitionError(
-                f"{self._class_name}: attribute {name!r}: a Table has no default but table(...): put rows into it in "
-                f"__init__"
+                f"{self._class_name}: attribute {name!r}: a Table has no default but a table(...) of its own: put rows "
+                f"into it in __init__"
             )
         return TableKind(self, self._class_name, name, annotation, field.index)
 

@@ -82,7 +82,10 @@ class TableKind:
         self.may_hold_handles = may_hold_handles(self.value_type)
 
     def _index(self, attribute: str) -> Index:
-        hints = resolve_hints(self.value_type) if isinstance(self.value_type, type) else {}
+        cls = self.value_type
+        hints = (
+            resolve_hints(cls) if isinstance(cls, type) and not issubclass(cls, dict) else {}
+        )  # a TypedDict has keys
         if attribute not in hints:
             known = ", ".join(hints) or "none"
             raise TypeError(f"index={attribute!r}: its values have no such attribute (they have: {known})")
@@ -129,6 +132,7 @@ class TableField:
         if rows is not mine:
             if not isinstance(rows, Mapping):
                 raise TypeError(f"self.{self.name} = ...: a {type(rows).__qualname__} came, a mapping was expected")
+            rows = rows if type(rows) is Table else dict(rows)  # another mapping can read from this table
             mine.clear()
             mine.update(rows)
 
@@ -193,7 +197,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         data = kind.schema.encode_row(kind.name, value)
         if kind.may_hold_handles and MARK in data:
             raise StateError(f"{kind.where}: row {key!r} has a handle, which no table keeps: put it in an attribute")
-        self._put(key, packed, data, value, may_refuse=_handles_first(context))
+        self._put(key, packed, data, value, self._watched(context) if _handles_first(context) else None)
         if kind.is_mutable and _handles(context):
             self._watched(context).stored(packed, value, data)
 
@@ -263,6 +267,8 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         (_, form), entries = self._indexes[index]
         if value is _REQUIRED:
             span = span_of(form, start, stop, prefix)
+        elif (start, stop, prefix) != (None, None, None):
+            raise TypeError(f"by({index!r}, <a value>): it can't be together with start=, stop= or prefix=")
         else:
             front = form.pack(value)
             span = front, after_prefix(front)
@@ -317,7 +323,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             self._watched(context).read(packed, value, data)
         return value
 
-    def _put(self, key: K, packed: bytes, data: bytes, value: V, *, may_refuse: bool = False) -> None:
+    def _put(self, key: K, packed: bytes, data: bytes, value: V, refuses: _Watch | None = None) -> None:
         entries = [index.form.pack(index.value_of(value)) + packed for index, _ in self._indexes.values()]
         for one in (packed, *entries):
             if len(one) > KEY_SIZE_BYTES_MAX:
@@ -326,7 +332,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
                     f"{self._kind.where}: row {str(key)[:40]!r}...: {what} {len(one)} bytes, at most "
                     f"{KEY_SIZE_BYTES_MAX} are possible"
                 )
-        self._make_room(may_refuse=may_refuse)
+        self._make_room(refuses)
         old = self._rows.put(packed, data)
         self._size_bytes += len(data)
         if old is None:
@@ -339,16 +345,17 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             for entry, (_, rows) in zip(entries, self._indexes.values(), strict=True):
                 rows.put(entry, b"")
 
-    def _key_size_bytes(self, packed: bytes) -> int:
-        return len(encode_value(self._kind.key.unpack(packed, 0)[0]))
-
     def _delete(self, packed: bytes) -> None:
-        self._make_room(may_refuse=False)
+        self._make_room(None)
         old = self._rows.put(packed, None)
         self._count -= 1
         self._size_bytes -= self._key_size_bytes(packed) + len(old or b"")
         self._forget_entries(packed, old)
         self._watch.forget(packed)
+
+    def _key_size_bytes(self, packed: bytes) -> int:
+        """Return the size of a key in a checkpoint, where 1 in a table of float is 1.0."""
+        return len(encode_value(self._kind.key.unpack(packed, 0)[0]))
 
     def _forget_entries(self, packed: bytes, old: bytes | None) -> None:
         if old is not None and self._indexes:
@@ -356,20 +363,25 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             for index, rows in self._indexes.values():
                 rows.put(index.form.pack(index.value_of(value)) + packed, None)
 
-    def _make_room(self, *, may_refuse: bool) -> None:
-        """Move recent writes into the file if they are many. Raises StateError if that fails and ``may_refuse``."""
+    def _make_room(self, refuses: _Watch | None) -> None:
+        """Move recent writes into the file if they are many.
+
+        ``refuses``: notes a failure, which is then raised as StateError; None: go on, since a replay must not fail where
+        no call failed before.
+        """
         store = self._store
         if store.recent_size_bytes <= store.limit_bytes:
             return
         try:
             store.flush()
         except (OSError, lmdb.Error) as error:
-            if may_refuse:
-                raise StateError(
+            if refuses is not None:
+                refuses.problem = StateError(  # the call fails, even if its handler catches the error
                     f"{self._kind.where}: the row can't be kept, since the table's temporary file can't be written: "
                     f"{error}; make room there, or choose another folder with TMPDIR"
-                ) from None
-            store.limit_bytes = 2 * store.recent_size_bytes  # a replay must not fail where no call failed before
+                )
+                raise refuses.problem from None
+            store.limit_bytes = 2 * store.recent_size_bytes
 
     # --- for the SDK ------------------------------------------------------------------------------------------------
 
@@ -422,14 +434,15 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         return self._store.snapshot
 
     def unstored(self) -> StateError | None:
-        """Return the error if the handler that has run changed a value that it read, and did not set it again."""
+        """Return the error if the handler that has run changed a value that it read, and did not set it again, or if a
+        row was refused to it."""
         watch = self._watch
-        if not watch.held and watch.changed is None:
+        if not watch.held and watch.changed is None and watch.problem is None:
             return None
         watch.compare()
         self._watch = _Watch(self._kind)
-        if watch.changed is None:
-            return None
+        if watch.changed is None or watch.problem is not None:
+            return watch.problem
         key = self._kind.key.unpack(watch.changed, 0)[0]
         return StateError(
             f"{self._kind.where}: row {key!r} was changed but not stored: a read returns a copy, so write "
@@ -457,7 +470,7 @@ def _handles(context: Context | None) -> TypeGuard[Context]:
     return context is not None and context.handling_thread_id > QUERY_RUNS
 
 
-def _handles_first(context: Context | None) -> bool:
+def _handles_first(context: Context | None) -> TypeGuard[Context]:
     """Return True if a message is handled that no earlier life has handled, as far as is known."""
     return _handles(context) and context.tasks is not None and context.tasks.queries.handles_first
 
@@ -465,12 +478,13 @@ def _handles_first(context: Context | None) -> bool:
 class _Watch:
     """Values that a handler has read from a table or put into it. ``changed``: key of one that has changed since.
 
-    ``moment``: (record, message) that is handled."""
+    ``moment``: (record, message) that is handled. ``problem``: why the temporary file took no row."""
 
     def __init__(self, kind: TableKind, moment: tuple[int, int] = (-1, 0)) -> None:
         self.moment = moment
         self.held: dict[bytes, list[tuple[Any, bytes]]] = {}
         self.changed: bytes | None = None
+        self.problem: StateError | None = None
         self._kind = kind
         self._left = WATCHED_MAX
 

@@ -15,6 +15,7 @@ from immortal import (
     Immortal,
     Impulses,
     Node,
+    Table,
     Transient,
     every,
     impulse,
@@ -26,6 +27,7 @@ from immortal import (
     rpc,
     upgrades,
 )
+from immortal.appsdk.client.clients import Proxy
 from immortal.appsdk.determinism.check import check
 from immortal.appsdk.handlers.definition import KEY_SIZE_BYTES_MAX, RANGES, definition_of, key_problem, shard_of
 from immortal.appsdk.running.options import OptionError, run_options
@@ -294,8 +296,40 @@ def test_a_handler_that_names_no_key_fails(env: Environment) -> None:
     env.run()
     said = [letter.text for letter in shop.dead_letters]
     assert len(said) == 5
-    assert said[0] == "carts[...]: its keys are of the type str, 5 is a int"
+    assert said[0] == "carts[...]: its keys are of the type str, 5 is of int"
     assert "a key has 1 to 400 bytes, this one has 10,000,000" in said[2]
+    with pytest.raises(TypeError, match=r"^carts\[\.\.\.\]: the key '\\ud800' can't be encoded"):
+        vars(Shop)["carts"].shard("\ud800")
+
+
+def test_peers_are_no_sequence(env: Environment) -> None:
+    class Numbered(Immortal, keyed=int):
+        pass
+
+    class Caller(Immortal):
+        numbers = peers(Numbered, "numbers")
+
+        @rpc
+        def look(self) -> bool:
+            return 5 in self.numbers  # type: ignore[operator]
+
+        @rpc
+        def walk(self) -> int:
+            return next(iter(self.numbers))  # type: ignore[call-overload,no-any-return]
+
+    caller = env.start(Caller, "caller")
+    for handler in (Caller.look, Caller.walk):
+        with pytest.raises(immortal.CalleeFailed, match=r"not iterable|not a container"):
+            caller.call(handler)
+
+
+def test_a_client_says_how_a_key_is_named() -> None:
+    shard: Any = None
+    carts = Proxy(shard, None, "carts", None, None, shards=(shard, shard))
+    with pytest.raises(UsageError, match=r"a call says for which key: carts\[KEY\]\.add\(\.\.\.\)$"):
+        carts.add  # noqa: B018
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(carts)  # type: ignore[call-overload]
 
 
 def test_limits_of_keys() -> None:
@@ -422,6 +456,11 @@ def with_a_cache() -> None:
         cache: Transient[int]
 
 
+def with_a_table() -> None:
+    class Filed(Immortal, keyed=str):
+        rows: Table[int, int]
+
+
 def with_a_shared_default() -> None:
     class Bad(Immortal, keyed=str):
         items: list[int] = []  # noqa: RUF012 (that is what is wrong)
@@ -466,6 +505,7 @@ def with_a_late_peer() -> None:
         (with_other_keys, "keys are of the type str or int"),
         (with_a_parameter_key, "has the key as its argument 'key': rename this one"),
         (with_a_cache, "'cache': a keyed class has no Transient yet"),
+        (with_a_table, "a keyed class has no tables"),
         (with_a_shared_default, "mutable default"),
         (with_limit_by, "in a keyed class limit is for each key"),
         (with_peer, r"Cart is a keyed class: peers\(Cart, ...\) was expected"),

@@ -9,10 +9,12 @@ import pickle
 import re
 import sys
 import threading
+from collections import ChainMap
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict
 
 import lmdb
 import pytest
@@ -34,6 +36,10 @@ class Order(Struct):
 
 
 class Wide(Struct):
+    name: str
+
+
+class Named(TypedDict):
     name: str
 
 
@@ -77,6 +83,11 @@ class Shop(Immortal):
     def fill(self, count: int) -> None:
         for number in range(count):
             self.orders[number] = Order(f"c{number:05}", number, {"a", "b", str(number)})
+
+    @rpc
+    def fill_and_catch(self, count: int) -> None:
+        with suppress(StateError):
+            self.fill(count)
 
     @rpc
     def store(self, number: int) -> None:
@@ -361,10 +372,21 @@ def test_classes_that_can_not_have_a_table_are_refused() -> None:
         class Owner(Immortal, nodes=(Part,)):
             pass
 
-    with pytest.raises(DefinitionError, match="a Table has no default but table"):
+    with pytest.raises(DefinitionError, match=r"a Table has no default but a table\(...\)"):
 
         class Default(Immortal):
             rows: Table[int, int] = {}  # type: ignore[assignment]  # noqa: RUF012
+
+    with pytest.raises(DefinitionError, match=r"'one': a Table has no default but a table\(...\) of its own"):
+
+        class Shared(Immortal):
+            one: Table[int, int]
+            other: Table[int, int]
+            one = other = table()
+
+    for hint in (Table, dict[str, Table[int, int]], Table[int, int] | None, Table[int, Table[int, int]]):
+        with pytest.raises(DefinitionError, match=r"a table is a whole attribute: rows: Table\[int, str\]$"):
+            type("Wrong", (Immortal,), {"__annotations__": {"rows": hint}})
 
     with pytest.raises(DefinitionError, match="not annotated as one"):
 
@@ -390,6 +412,11 @@ def test_classes_that_can_not_have_a_table_are_refused() -> None:
 
         class Unindexed(Immortal):
             rows: Table[int, Order] = table(index=["name"])
+
+    with pytest.raises(DefinitionError, match="index='name': its values have no such attribute"):
+
+        class Keyless(Immortal):
+            rows: Table[int, Named] = table(index=["name"])
 
     with pytest.raises(DefinitionError, match="a list of names was expected"):
         table(index="name")
@@ -417,6 +444,8 @@ def test_rows_that_can_not_be_kept_are_refused_where_they_are_set() -> None:
         things.texts.keys("a", prefix="b")
     with pytest.raises(UsageError, match="has no index 'x'"):
         next(things.texts.by("x", 1))
+    with pytest.raises(TypeError, match="by\\('customer', <a value>\\): it can't be together with"):
+        next(Shop().orders.by("customer", "ann", start="bob"))
     assert len(things.texts) == len(things.pairs) == 0
     things.pairs["a", 2] = b"2"
     things.pairs["a", 1] = b"1"
@@ -443,6 +472,31 @@ def test_equal_keys_are_one_row_of_the_annotated_type() -> None:
     assert again.by_moment == {moment: 2}
     del again.by_size[1], again.by_moment[moment]
     assert len(schema.encode(again)) == schema.with_tables(again, schema.encode_attributes(again))[0]
+
+
+def test_a_key_counts_as_it_is_in_a_checkpoint() -> None:
+    class Prices(Immortal):
+        rows: Table[float, str]
+
+        @rpc
+        def put(self) -> None:
+            self.rows[1] = "1 byte as an int, 9 as a float"
+            self.rows[2] = self.rows[3.0] = ""
+            del self.rows[2.0], self.rows[3]
+
+    with Environment() as env:
+        prices = env.start(Prices, "prices")
+        prices.call(Prices.put)
+        prices.checkpoint()
+        prices.crash()
+        prices.recover()
+        assert list(prices.state.rows) == [1.0]
+
+
+def test_a_table_takes_rows_from_a_view_of_itself() -> None:
+    shop = Shop()
+    shop.stock = ChainMap({"cake": 1}, shop.stock)  # type: ignore[assignment]
+    assert shop.stock == {"bread": 3, "cake": 1}
 
 
 def test_a_handle_is_no_row() -> None:
@@ -497,6 +551,8 @@ def test_a_full_disk_fails_calls_and_the_service_goes_on(error: Exception, monke
         full.append(True)
         with pytest.raises(CalleeFailed, match=r"table 'orders': the row can't be kept, .*TMPDIR"):
             shop.call(Shop.fill, 500)
+        with pytest.raises(CalleeFailed, match="the row can't be kept"):
+            shop.call(Shop.fill_and_catch, 500)  # a replay would not go the same way
         assert len(shop.state.orders) == 50
         shop.call(Shop.store, 3)
         full.clear()
