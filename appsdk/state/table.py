@@ -366,8 +366,8 @@ class Table(MutableMapping[K, V], Generic[K, V]):
     def _make_room(self, refuses: _Watch | None) -> None:
         """Move recent writes into the file if they are many.
 
-        ``refuses``: notes a failure, which is then raised as StateError; None: go on, since a replay must not fail where
-        no call failed before.
+        ``refuses``: notes a failure, which is then raised as StateError; None: go on, since a replay must not fail
+        where no call failed before.
         """
         store = self._store
         if store.recent_size_bytes <= store.limit_bytes:
@@ -459,9 +459,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 registry._registered[Table] = registry.Codec(  # as the result of a handler it is a dict
     dict,
     lambda annotation, rows: rows,
-    problem=lambda annotation: (
-        "a Table is possible only as the whole annotation of an attribute, in a class without keyed=: use a dict here"
-    ),
+    problem=lambda annotation: "a Table is possible only as the whole annotation of an attribute",
 )
 
 

@@ -398,7 +398,7 @@ def test_classes_that_can_not_have_a_table_are_refused() -> None:
         class Inside(Immortal):
             rows: list[Table[int, int]]
 
-    with pytest.raises(DefinitionError, match="in a class without keyed="):
+    with pytest.raises(DefinitionError, match="a keyed class has no tables"):
 
         class Keyed(Immortal, keyed=str):
             rows: Table[int, int]
