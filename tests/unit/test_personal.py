@@ -23,12 +23,14 @@ from hypothesis import strategies as st
 
 from immortal import Handle, Immortal, Node, Personal, rpc
 from immortal.appsdk.state.tree import differences, tree
+from immortal.appsdk.testing import sample
 from immortal.appsdk.types.encoding import ValueDecoder, encode_value, form_of
 from immortal.appsdk.types.handles import MARK
 from immortal.appsdk.types.registry import unsupported_type
 from immortal.protocol import decoding, personal_keys, shared_registry
 from immortal.protocol.personal_keys import Person, PersonalKeyError
-from immortal.testing import Environment
+from immortal.replay.fleet import opening
+from immortal.testing import Environment, sample_fleet
 
 MARKER = "xyzzy-plugh"
 values = st.recursive(
@@ -216,6 +218,25 @@ def test_a_key_is_durable_before_any_process_uses_it(keys: Path, monkeypatch: py
     Personal("ann", 2)
     assert len(synced) == 3, "once is enough"
     assert len(list(keys.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "run", [lambda home: opening.what_if(home, None), lambda home: sample_fleet(home, home / "to")]
+)
+def test_a_what_if_in_python_makes_no_key(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Path], Any]
+) -> None:
+    def opened_fleet(*_: Any, **__: Any) -> None:
+        Personal("eve", 1)
+        raise KeyboardInterrupt
+
+    for module in (opening, sample):
+        monkeypatch.setattr(module, "opened_fleet", opened_fleet)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    assert not keys.exists()
+    Personal("eve", 1)
+    assert keys.exists(), "what this process makes later is for real"
 
 
 @dataclass(frozen=True)
