@@ -53,11 +53,14 @@ def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s
     if lists:
         everyone = list(personal_keys.everyone())
         gone = [one for one in everyone if one.forgotten]
+        left = [one.subject for one in gone if personal_keys.is_left(one.subject)]
         if as_json:
-            echo_json({"forgotten": {one.subject: one.forgotten for one in gone}, "known": len(everyone) - len(gone)})
+            dates = {one.subject: one.forgotten for one in gone}
+            echo_json({"forgotten": dates, "known": len(everyone) - len(gone), "left": left})
             return
         for one in sorted(gone, key=lambda one: (one.forgotten, one.subject)):
-            echo(f"{one.forgotten}  {one.subject}")
+            is_left = "  (the key is left on the disk: forget again)" if one.subject in left else ""
+            echo(f"{one.forgotten}  {one.subject}{is_left}")
         echo(f"{len(gone)} forgotten; {len(everyone) - len(gone)} have a key in {personal_keys.folder()}")
         return
     persons = {subject: personal_keys.find(subject) for subject in dict.fromkeys(subjects)}
@@ -161,7 +164,13 @@ def _is_running(settings: InstanceSettings) -> bool:
         return False
     if control.supervisor(settings.folder) is None:
         raise FailedError(nobody_starts(settings, coordinator))
-    if standbys := control.query(settings.folder, "status")["standbys"]:
+    status = control.query(settings.folder, "status")
+    if status["paused"] and not _is_left_paused(settings):
+        raise FailedError(
+            f"{settings.name} is paused by {status['paused']['by']}, and would go on after its restart: 'immortal"
+            f" resume {settings.name}' first"
+        )
+    if standbys := status["standbys"]:
         raise FailedError(f"{standbys[0]['name']} follows the log of {settings.name}, and has its data: stop it first")
     return True
 

@@ -123,8 +123,8 @@ def destroy(subject: str, date: str) -> Person | None:
 
     To do it again finishes what a crash has interrupted.
     """
-    path = _path(subject)
-    old, destroyed = _read(path), path.with_name(path.name + _DESTROYED)
+    path, destroyed = _path(subject), _destroyed(subject)
+    old = _read(path)
     try:
         if old is not None and not old.forgotten:
             with contextlib.suppress(FileExistsError):
@@ -179,6 +179,15 @@ def read_notes(notes: Path) -> list[str]:
     with contextlib.suppress(FileNotFoundError):
         return sorted(set(map(decoding.load_json, notes.read_text().splitlines())))
     return []
+
+
+def is_left(subject: str) -> bool:
+    """Return True if a crash has left the key of a forgotten person on the disk."""
+    return _destroyed(subject).exists()
+
+
+def _destroyed(subject: str) -> Path:
+    return _path(subject).with_suffix(_DESTROYED)
 
 
 def _path(subject: str) -> Path:

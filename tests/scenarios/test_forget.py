@@ -132,8 +132,12 @@ def test_nothing_tells_the_address_any_more(tmp_path: Path) -> None:
             client.order("ann")
             client.order("bob")
             assert client.query.address("ann").value == MARKER
-            # An earlier command was killed behind its first step, and another is at work.
             folder = tmp_path / HOME / "mailer"
+            control.query(folder, "pause", argument={"who": "eve"})
+            assert "mailer is paused by eve, and would go on" in immortal(tmp_path, "forget", "ann", status=1)
+            assert control.query(folder, "status")["paused"]["by"] == "eve"
+            control.query(folder, "resume", argument={"who": "eve"})
+            # An earlier command was killed behind its first step, and another is at work.
             assert control.query(folder, "pause", argument={"who": "ann, to forget a person"})["changed"]
             lock = open_lock(tmp_path / "keys/.lock")
             acquire_lock(lock, 0)

@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("cryptography")
 
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from immortal.appsdk.testing import sample
 from immortal.appsdk.types.encoding import ValueDecoder, encode_value, form_of
 from immortal.appsdk.types.handles import MARK
 from immortal.appsdk.types.registry import unsupported_type
+from immortal.cli import main
 from immortal.protocol import decoding, personal_keys, shared_registry
 from immortal.protocol.personal_keys import Person, PersonalKeyError
 from immortal.replay.fleet import opening
@@ -114,8 +116,12 @@ def test_a_crash_while_a_key_is_destroyed(keys: Path, monkeypatch: pytest.Monkey
         with pytest.raises(PersonalKeyError, match="do it again"):
             personal_keys.destroy("ann", "2026-11-29")
     assert (ann.value is None) == when.startswith("before the old")
+    assert personal_keys.is_left("ann")
+    listed = CliRunner().invoke(main, ["forget", "--list"]).output
+    assert ("ann  (the key is left on the disk: forget again)\n" in listed) == when.startswith("before the old")
     personal_keys.destroy("ann", "2026-11-30")
     assert ann.value is None
+    assert not personal_keys.is_left("ann")
     assert len(list(keys.iterdir())) == 1
 
 
