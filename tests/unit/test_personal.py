@@ -28,8 +28,10 @@ from immortal.appsdk.testing import sample
 from immortal.appsdk.types.encoding import ValueDecoder, encode_value, form_of
 from immortal.appsdk.types.handles import MARK
 from immortal.appsdk.types.registry import unsupported_type
-from immortal.cli import main
+from immortal.cli import forget, main
+from immortal.coordinator.config import InstanceSettings
 from immortal.protocol import decoding, personal_keys, shared_registry
+from immortal.protocol.command_line import FailedError
 from immortal.protocol.personal_keys import Person, PersonalKeyError
 from immortal.replay.fleet import opening
 from immortal.testing import Environment, sample_fleet
@@ -123,6 +125,16 @@ def test_a_crash_while_a_key_is_destroyed(keys: Path, monkeypatch: pytest.Monkey
     assert ann.value is None
     assert not personal_keys.is_left("ann")
     assert len(list(keys.iterdir())) == 1
+
+
+def test_nobody_is_forgotten_if_an_instance_starts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([False, True])
+    monkeypatch.setattr(forget, "_is_running", lambda settings: next(looks))
+    for name in ("_rehearse", "_is_left_paused"):
+        monkeypatch.setattr(forget, name, lambda *_: None)
+    shop = InstanceSettings(name="shop", peer="tcp://127.0.0.1:1", folder=Path("shop"), log="shop")
+    with pytest.raises(FailedError, match="nobody is forgotten yet: an instance was started or stopped meanwhile"):
+        forget._stand_still([shop], ["ann"], 1.0)
 
 
 def test_keys_are_of_one_folder_for_its_owner(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
