@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 import click
@@ -26,6 +27,7 @@ from immortal.presenters.status import operator_name
 from immortal.protocol import personal_keys
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.files import acquire_lock, describe_lock_holder, open_lock
 from immortal.replay.app_process import AppCommand, default_app
 from immortal.replay.host import run_replay
 from immortal.replay.plan import ReplayPlan
@@ -51,11 +53,14 @@ def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s
     if lists:
         everyone = list(personal_keys.everyone())
         gone = [one for one in everyone if one.forgotten]
+        left = [one.subject for one in gone if personal_keys.is_left(one.subject)]
         if as_json:
-            echo_json({"forgotten": {one.subject: one.forgotten for one in gone}, "known": len(everyone) - len(gone)})
+            dates = {one.subject: one.forgotten for one in gone}
+            echo_json({"forgotten": dates, "known": len(everyone) - len(gone), "left": left})
             return
         for one in sorted(gone, key=lambda one: (one.forgotten, one.subject)):
-            echo(f"{one.forgotten}  {one.subject}")
+            is_left = "  (the key is left on the disk: forget again)" if one.subject in left else ""
+            echo(f"{one.forgotten}  {one.subject}{is_left}")
         echo(f"{len(gone)} forgotten; {len(everyone) - len(gone)} have a key in {personal_keys.folder()}")
         return
     persons = {subject: personal_keys.find(subject) for subject in dict.fromkeys(subjects)}
@@ -64,6 +69,7 @@ def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s
             f"{personal_keys.folder()} has no key of {', '.join(map(repr, unknown))}: an ID as apps give it to"
             f" immortal.Personal was expected; {personal_keys.KEYS_VARIABLE} names another folder"
         )
+    click.get_current_context().with_resource(_alone())
     everybody = [registry.load(name) for name in registry.names()]
     todo = [subject for subject, person in persons.items() if person is not None and not person.forgotten]
     restarted = _stand_still(everybody, todo, timeout_s) if todo else list(filter(_is_left_paused, everybody))
@@ -88,6 +94,23 @@ def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s
         echo(f"{subject} is forgotten{'' if subject in todo else ' already'}, since {date}")
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Keep other commands from forgetting persons with the same folder of keys. Raises FailedError."""
+    place = personal_keys.folder() / ".lock"
+    try:
+        descriptor = open_lock(place)
+    except OSError as error:
+        raise FailedError(f"nobody is forgotten: {place} can't be written: {error.strerror}") from None
+    try:
+        acquire_lock(descriptor, 0)
+        yield
+    except BlockingIOError:
+        raise FailedError(f"{describe_lock_holder(descriptor)} is just forgetting persons: wait for its end") from None
+    finally:
+        os.close(descriptor)
+
+
 def _stand_still(
     instances: Sequence[InstanceSettings], subjects: Sequence[str], timeout_s: float
 ) -> list[InstanceSettings]:
@@ -95,23 +118,23 @@ def _stand_still(
 
     If that fails, they go on. Raises FailedError.
     """
-    running = [settings for settings in instances if _is_running(settings)]
-    paused = []
     who = {"who": f"{operator_name()}{_TO_FORGET}"}
     try:
+        running = list(filter(_is_running, instances))
         for settings in running:
-            if ask_coordinator(settings, "pause", who)["changed"]:
-                paused.append(settings)
+            ask_coordinator(settings, "pause", who)
         for settings in running:
             take_checkpoint(settings, timeout_s)
             take_checkpoint(settings, timeout_s)  # the first can have begun before the pause
         for settings in instances:
             _rehearse(settings, subjects)
+        if list(filter(_is_running, instances)) != running:
+            raise FailedError("nobody is forgotten yet: an instance was started or stopped meanwhile: do it again")
         for settings in running:
             if not control.query(settings.folder, "status")["paused"]:
                 raise FailedError(f"nobody is forgotten yet: {settings.name} was resumed, or has crashed: do it again")
     except BaseException:
-        for settings in paused:
+        for settings in filter(_is_left_paused, instances):  # also by a command that was killed
             with contextlib.suppress(ImmortalError):
                 ask_coordinator(settings, "resume", who)
         raise
@@ -141,7 +164,13 @@ def _is_running(settings: InstanceSettings) -> bool:
         return False
     if control.supervisor(settings.folder) is None:
         raise FailedError(nobody_starts(settings, coordinator))
-    if standbys := control.query(settings.folder, "status")["standbys"]:
+    status = control.query(settings.folder, "status")
+    if status["paused"] and not _is_left_paused(settings):
+        raise FailedError(
+            f"{settings.name} is paused by {status['paused']['by']}, and would go on after its restart: 'immortal"
+            f" resume {settings.name}' first"
+        )
+    if standbys := status["standbys"]:
         raise FailedError(f"{standbys[0]['name']} follows the log of {settings.name}, and has its data: stop it first")
     return True
 

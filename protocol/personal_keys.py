@@ -20,7 +20,7 @@ import msgspec
 
 from immortal.protocol import decoding, shared_registry
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import make_folder, opened, replace_file, sync_folder
+from immortal.protocol.files import make_folder, opened, openness, replace_file, sync_folder
 from immortal.protocol.shared_registry import HOME_DEFAULT, HOME_VARIABLE, is_url
 
 KEYS_VARIABLE = "IMMORTAL_PERSONAL_KEYS"
@@ -50,6 +50,10 @@ class Person(msgspec.Struct, frozen=True, omit_defaults=True):
     key: str = ""
     forgotten: str = ""
 
+    def __post_init__(self) -> None:
+        if len(bytes.fromhex(self.key)) != (0 if self.forgotten else _KEY_SIZE_BYTES):
+            raise ValueError(f"a key of {_KEY_SIZE_BYTES} bytes was expected")
+
 
 _PERSON = decoding.JsonDecoder(Person)
 
@@ -73,31 +77,45 @@ def folder() -> Path:
 
 
 def find(subject: str) -> Person | None:
-    """Return a person; None if this folder knows none of that ID. Raises PersonalKeyError."""
+    """Return a person; None if this folder knows none of that ID. A replay notes it if the person is forgotten.
+
+    Raises PersonalKeyError.
+    """
     if (rehearsed := os.environ.get(REHEARSED_VARIABLE)) and subject in decoding.load_json(rehearsed):
-        return Person(subject, forgotten="a rehearsal")
-    found = _read(_path(subject))
+        found: Person | None = Person(subject, forgotten="a rehearsal")
+    else:
+        found = _read(_path(subject))
     if found is None and NOTES_VARIABLE in os.environ:  # all runs agree on a key, and leave none behind
         return Person(subject, hashlib.sha512(b"replay " + subject.encode()).hexdigest())
+    if found is not None and found.forgotten:
+        _note_forgotten(subject)
     return found
 
 
 def find_or_create(subject: str) -> Person:
     """Return a person, with a new key for a new ID. Raises PersonalKeyError."""
-    if (found := find(subject)) is not None:
-        return found
     path = _path(subject)
+    if (found := find(subject)) is not None:
+        with contextlib.suppress(OSError):
+            if path.stat().st_nlink > 1:  # another process is just making it
+                sync_folder(path.parent)
+        return found
     made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         make_folder(path.parent)
+        if problem := openness(path.parent):
+            raise PersonalKeyError(problem)
         replace_file(made, msgspec.json.encode(Person(subject, secrets.token_hex(_KEY_SIZE_BYTES))), is_synced=True)
         with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
             os.link(made, path)
-        made.unlink()
         sync_folder(path.parent)
+        sync_folder(path.parent.parent)  # the folder itself can be new
+        made.unlink()
     except OSError as error:
         raise PersonalKeyError(f"the key of {subject!r} can't be stored in {path.parent}: {error}") from None
-    return find_or_create(subject)
+    if (found := find(subject)) is None:
+        raise PersonalKeyError(f"{path} is no key of a person, but a link to a file that is missing: bring that back")
+    return found
 
 
 def destroy(subject: str, date: str) -> Person | None:
@@ -105,8 +123,8 @@ def destroy(subject: str, date: str) -> Person | None:
 
     To do it again finishes what a crash has interrupted.
     """
-    path = _path(subject)
-    old, destroyed = _read(path), path.with_name(path.name + _DESTROYED)
+    path, destroyed = _path(subject), _destroyed(subject)
+    old = _read(path)
     try:
         if old is not None and not old.forgotten:
             with contextlib.suppress(FileExistsError):
@@ -126,12 +144,29 @@ def destroy(subject: str, date: str) -> Person | None:
 
 def everyone() -> Iterator[Person]:
     """Yield all persons, sorted by the hash of their IDs. Raises PersonalKeyError."""
-    for path in sorted(folder().glob("[0-9a-f]" * 64)):
-        if (found := _read(path)) is not None:
+    place = folder()
+    try:
+        paths = sorted(place.iterdir()) if place.exists() else []
+    except OSError as error:
+        raise PersonalKeyError(f"the folder of keys {place} can't be read: {error.strerror}") from None
+    for path in paths:
+        if not path.suffix and not path.name.startswith(".") and (found := _read(path)) is not None:
             yield found
 
 
-def note_forgotten(subject: str) -> None:
+@contextlib.contextmanager
+def none_made() -> Iterator[None]:
+    """Make no keys inside the block, as in a replay."""
+    is_replay = NOTES_VARIABLE in os.environ
+    os.environ.setdefault(NOTES_VARIABLE, os.devnull)
+    try:
+        yield
+    finally:
+        if not is_replay:  # else later values of this process would have a key that everybody knows
+            os.environ.pop(NOTES_VARIABLE, None)
+
+
+def _note_forgotten(subject: str) -> None:
     """Note in a replay that data of a forgotten person was asked for."""
     if subject not in noted and (notes := os.environ.get(NOTES_VARIABLE)):
         noted.add(subject)
@@ -146,8 +181,17 @@ def read_notes(notes: Path) -> list[str]:
     return []
 
 
+def is_left(subject: str) -> bool:
+    """Return True if a crash has left the key of a forgotten person on the disk."""
+    return _destroyed(subject).exists()
+
+
+def _destroyed(subject: str) -> Path:
+    return _path(subject).with_suffix(_DESTROYED)
+
+
 def _path(subject: str) -> Path:
-    return folder() / hashlib.sha256(subject.encode()).hexdigest()
+    return folder() / hashlib.sha256(subject.encode(errors="surrogatepass")).hexdigest()
 
 
 def _read(path: Path) -> Person | None:

@@ -15,7 +15,7 @@ from immortal.appsdk.types import registry
 from immortal.appsdk.types.encoding import form_of
 from immortal.appsdk.types.handles import MARK, read_extension
 from immortal.appsdk.types.registry import Codec, describe_received, unsupported_type
-from immortal.appsdk.types.steps import encoder
+from immortal.appsdk.types.steps import NotRoundTrippableError, encoder
 from immortal.protocol import decoding, distribution, personal_keys
 from immortal.protocol.extension_values import encode_extension, kind_of
 from immortal.protocol.personal_keys import SUBJECT_CHARACTERS_MAX, Person, PersonalKeyError
@@ -46,10 +46,13 @@ class Personal(Generic[T]):
         """Encrypt a value. Raises TypeError for one that can't be kept, PersonalKeyError."""
         if not isinstance(subject, str) or not 0 < len(subject) <= SUBJECT_CHARACTERS_MAX or not is_encodable(subject):
             raise TypeError(
-                f"Personal({subject!r}, ...): the ID of a person was expected, a text of 1 to {SUBJECT_CHARACTERS_MAX}"
-                f" characters"
+                f"Personal({subject!r:.40}, ...): the ID of a person was expected, a text of 1 to"
+                f" {SUBJECT_CHARACTERS_MAX} characters"
             )
-        plain = _FORM.encode(value)
+        try:
+            plain = _FORM.encode(value)
+        except NotRoundTrippableError as error:  # its path has keys of the value
+            raise TypeError(f"Personal({subject!r}, ...): {error.problem}") from None
         if MARK in plain:
             raise TypeError(f"Personal({subject!r}, ...): a handle can't be personal")
         person = personal_keys.find_or_create(subject)
@@ -76,7 +79,6 @@ class Personal(Generic[T]):
                 f" folder that the app had which made this value"
             )
         if person.forgotten:
-            personal_keys.note_forgotten(self._subject)
             return None
         cipher = _cipher(person)
         from cryptography.exceptions import InvalidTag
@@ -86,7 +88,8 @@ class Personal(Generic[T]):
         except InvalidTag:
             raise PersonalKeyError(
                 f"the key of {self._subject!r} in {personal_keys.folder()} is missing, or another one than this value"
-                f" was encrypted with: one folder of keys is for all apps that exchange such values"
+                f" was encrypted with, or the value is damaged: one folder of keys is for all apps that exchange"
+                f" such values"
             ) from None
         found: T = decoding.decode(plain, ext_hook=read_extension)
         return found

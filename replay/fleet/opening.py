@@ -34,6 +34,7 @@ from immortal.replay.plan import ReplayError
 IMPORT_S = 60.0  # for a module, at least
 
 
+@personal_keys.none_made()
 def what_if(
     home: Path | str,
     changes: Mapping[str, type[Immortal] | str] | None,

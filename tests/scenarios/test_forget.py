@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -12,7 +13,9 @@ pytest.importorskip("cryptography")
 
 from immortal import Personal
 from immortal.client import connect, start
+from immortal.coordinator.operator import control
 from immortal.protocol import personal_keys
+from immortal.protocol.files import acquire_lock, open_lock
 from tests.helpers.cli import HOME, Run, immortal
 
 MARKER, OTHER = "xyzzy-plugh", "frotz-gnusto"
@@ -129,11 +132,23 @@ def test_nothing_tells_the_address_any_more(tmp_path: Path) -> None:
             client.order("ann")
             client.order("bob")
             assert client.query.address("ann").value == MARKER
+            folder = tmp_path / HOME / "mailer"
+            control.query(folder, "pause", argument={"who": "eve"})
+            assert "mailer is paused by eve, and would go on" in immortal(tmp_path, "forget", "ann", status=1)
+            assert control.query(folder, "status")["paused"]["by"] == "eve"
+            control.query(folder, "resume", argument={"who": "eve"})
+            # An earlier command was killed behind its first step, and another is at work.
+            assert control.query(folder, "pause", argument={"who": "ann, to forget a person"})["changed"]
+            lock = open_lock(tmp_path / "keys/.lock")
+            acquire_lock(lock, 0)
+            assert f"process {os.getpid()} is just forgetting" in immortal(tmp_path, "forget", "ann", status=1)
+            os.close(lock)
             # Its handler could not go on from the journal: it took another way.
             refused = immortal(tmp_path, "forget", "bob", status=1)
             assert "nobody is forgotten yet: shop would not start" in refused
             assert "Shop.read_and_wait('bob')" in refused
             client.order("ann")  # it goes on
+            assert not control.query(folder, "status")["paused"], "this command has ended what the killed one began"
             assert client.query.address("bob").value == OTHER
             immortal(tmp_path, "archive", "shop", "--to", f"file://{copies}/archive", "--once")
             immortal(tmp_path, "log", "backup", "shop", str(copies / "backup"))

@@ -18,17 +18,23 @@ import pytest
 
 pytest.importorskip("cryptography")
 
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from immortal import Handle, Immortal, Node, Personal, rpc
 from immortal.appsdk.state.tree import differences, tree
+from immortal.appsdk.testing import sample
 from immortal.appsdk.types.encoding import ValueDecoder, encode_value, form_of
 from immortal.appsdk.types.handles import MARK
 from immortal.appsdk.types.registry import unsupported_type
+from immortal.cli import forget, main
+from immortal.coordinator.config import InstanceSettings
 from immortal.protocol import decoding, personal_keys, shared_registry
+from immortal.protocol.command_line import FailedError
 from immortal.protocol.personal_keys import Person, PersonalKeyError
-from immortal.testing import Environment
+from immortal.replay.fleet import opening
+from immortal.testing import Environment, sample_fleet
 
 MARKER = "xyzzy-plugh"
 values = st.recursive(
@@ -112,9 +118,23 @@ def test_a_crash_while_a_key_is_destroyed(keys: Path, monkeypatch: pytest.Monkey
         with pytest.raises(PersonalKeyError, match="do it again"):
             personal_keys.destroy("ann", "2026-11-29")
     assert (ann.value is None) == when.startswith("before the old")
+    assert personal_keys.is_left("ann")
+    listed = CliRunner().invoke(main, ["forget", "--list"]).output
+    assert ("ann  (the key is left on the disk: forget again)\n" in listed) == when.startswith("before the old")
     personal_keys.destroy("ann", "2026-11-30")
     assert ann.value is None
+    assert not personal_keys.is_left("ann")
     assert len(list(keys.iterdir())) == 1
+
+
+def test_nobody_is_forgotten_if_an_instance_starts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([False, True])
+    monkeypatch.setattr(forget, "_is_running", lambda settings: next(looks))
+    for name in ("_rehearse", "_is_left_paused"):
+        monkeypatch.setattr(forget, name, lambda *_: None)
+    shop = InstanceSettings(name="shop", peer="tcp://127.0.0.1:1", folder=Path("shop"), log="shop")
+    with pytest.raises(FailedError, match="nobody is forgotten yet: an instance was started or stopped meanwhile"):
+        forget._stand_still([shop], ["ann"], 1.0)
 
 
 def test_keys_are_of_one_folder_for_its_owner(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +148,10 @@ def test_keys_are_of_one_folder_for_its_owner(keys: Path, tmp_path: Path, monkey
     Personal("ann", "in other words")
     with pytest.raises(PersonalKeyError, match="is missing, or another one than this value"):
         _ = ann.value
-    next((tmp_path / "others").iterdir()).write_text("{")
-    with pytest.raises(PersonalKeyError, match="can't be read"):
-        _ = ann.value
+    for content in ("{", '{"subject": "ann"}', '{"subject": "ann", "key": "zz"}'):
+        next((tmp_path / "others").iterdir()).write_text(content)
+        with pytest.raises(PersonalKeyError, match="can't be read"):
+            _ = ann.value
     assert str(ann).startswith("<personal: 'ann'"), "readers without keys show it all the same"
 
 
@@ -167,13 +188,76 @@ def test_a_replay_makes_no_key_and_notes_who_is_forgotten(
     assert [ann.value, ann.value, bob.value, Personal("eve", 2).value] == [None, None, 1, 2]
     assert Personal("eve", 2) == Personal("eve", 2)
     assert notes.read_text() == '"ann"\n'
+    for use in (lambda: Personal("ann", 2), lambda: ann.forgotten, lambda: str(ann)):  # they differ from before, too
+        personal_keys.noted.clear()
+        use()
+        assert personal_keys.noted == {"ann"}
     assert personal_keys.read_notes(notes) == ["ann"]
     assert len(list(keys.iterdir())) == 2
     monkeypatch.setenv(personal_keys.REHEARSED_VARIABLE, '["bob"]')
     assert bob.value is None
 
 
-@dataclass
+def test_a_value_fits_its_person_and_all_its_bytes() -> None:
+    ciphertext = Personal("ann", MARKER)._ciphertext
+    Personal("bob", MARKER)
+    broken = [bytes([*ciphertext[:n], ciphertext[n] ^ 1, *ciphertext[n + 1 :]]) for n in range(len(ciphertext))]
+    for subject, stored in (("bob", ciphertext), ("ann", ciphertext[:5]), *(("ann", one) for one in broken)):
+        with pytest.raises(PersonalKeyError, match=r"another one than this value was encrypted with, or .* damaged"):
+            _ = Personal._decoded(subject, stored).value
+
+
+def test_what_is_no_key_is_named(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Personal("bob", 1)
+    assert personal_keys.find("\udcff") is None, "as a command line can give it"
+    personal_keys._path("ann").symlink_to(keys / "missing")
+    with pytest.raises(PersonalKeyError, match="is no key of a person, but a link to a file that is missing"):
+        Personal("ann", 1)
+    keys.chmod(0o777)
+    with pytest.raises(PersonalKeyError, match="others could put their own keys"):
+        Personal("eve", 1)
+    monkeypatch.setenv(personal_keys.KEYS_VARIABLE, str(personal_keys._path("bob")))
+    with pytest.raises(PersonalKeyError, match="can't be read: Not a directory"):
+        list(personal_keys.everyone())
+
+
+def test_a_key_is_durable_before_any_process_uses_it(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+
+    def sync(folder: Path) -> None:
+        synced.append(folder)
+        if len(synced) == 1:  # another process finds the key before its maker has synced it
+            Personal("ann", 1)
+            assert synced == [keys, keys]
+
+    monkeypatch.setattr(personal_keys, "sync_folder", sync)
+    Personal("ann", 1)
+    assert synced == [keys, keys, keys.parent]
+    Personal("ann", 2)
+    assert len(synced) == 3, "once is enough"
+    assert len(list(keys.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "run", [lambda home: opening.what_if(home, None), lambda home: sample_fleet(home, home / "to")]
+)
+def test_a_what_if_in_python_makes_no_key(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Path], Any]
+) -> None:
+    def opened_fleet(*_: Any, **__: Any) -> None:
+        Personal("eve", 1)
+        raise KeyboardInterrupt
+
+    for module in (opening, sample):
+        monkeypatch.setattr(module, "opened_fleet", opened_fleet)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    assert not keys.exists()
+    Personal("eve", 1)
+    assert keys.exists(), "what this process makes later is for real"
+
+
+@dataclass(frozen=True)
 class Address:
     street: str
 
@@ -187,7 +271,8 @@ class Door(Node):
     [
         (lambda: Personal("", 1), "the ID of a person was expected"),
         (lambda: Personal(17, 1), "the ID of a person was expected"),  # type: ignore[arg-type]
-        (lambda: Personal("a" * 201, 1), "the ID of a person was expected"),
+        (lambda: Personal("a" * 201, 1), r"^Personal\('a{39}, ...\): the ID of a person was expected"),
+        (lambda: Personal("ann", {MARKER: {Address(MARKER)}}), r"^(?!.*xyzzy)Personal\('ann', ...\): a value of"),
         (lambda: Personal("ann", Address("Main Street")), "type Address can't be kept where the annotation is Any"),
         (lambda: Personal("ann", MARK), "a handle can't be personal"),
     ],
