@@ -253,5 +253,3 @@ def test_the_guides_program(monkeypatch: pytest.MonkeyPatch) -> None:
         shop = env.start(module.Shop, "shop")
         shop.call(module.Shop.register, "17", Personal("17", "Main Street 1"))
         assert shop.call(module.Shop.label, "17") == "Main Street 1"
-        monkeypatch.setenv(personal_keys.REHEARSED_VARIABLE, '["17"]')
-        assert shop.call(module.Shop.label, "17") == "forgotten"
