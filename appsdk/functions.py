@@ -346,7 +346,7 @@ def signal(name: str, value: Any = None) -> None:
 
 
 def _own_event(what: str, name: str, key: Any) -> str:
-    """Return the name of an event, which is of one ``key`` if that is not None. Raises UsageError."""
+    """Return the full name of an event; with a ``key`` it differs from that of other keys. Raises UsageError."""
     name = event_name(what, name)
     return name if key is None else f"{key!r}: {name}"
 

@@ -1,4 +1,4 @@
-"""Where the time of one awaited call goes: the hops between four processes, stamped as they run.
+"""Time of one awaited call, hop by hop: four processes stamp when they send, receive and write.
 
 ``python -m immortal.bench.hops MODULE ...`` runs a module in a process whose sockets, messages and log writes are
 stamped; a stamp takes about 1 µs. Processes of one machine share the clock of the stamps.
@@ -51,11 +51,11 @@ STEPS: Sequence[tuple[str, str, int, str]] = (
     (CALLER, APP, RECEIVED, "to the caller's app"),
     (CALLER, APP, SENT, "caller's app, to its next call"),
 )
-"""Way of one call: who, what, and the name of the hop that ends there. The last step is the next call's first."""
+"""Steps of one call: service, process, kind of stamp, and the hop that ends there. The last begins the next call."""
 
 
 def hops(folder: Path, pids: dict[tuple[str, str], int], last: int) -> dict[str, float]:
-    """Return the median time in µs of each hop, of the ``last`` calls. Raises BenchError if none can be followed."""
+    """Return the median time in µs of each hop over the ``last`` calls. Raises BenchError if no call has all stamps."""
     stamps = {who: _read(folder / str(pid)) for who, pid in pids.items()}
     found: dict[str, list[float]] = {name: [] for *_, name in STEPS[1:]}
     for begun_ns in stamps[CALLER, APP].get(SENT, [])[-last:]:
@@ -91,9 +91,9 @@ Stamp = Callable[[int], None]
 
 
 def _stamped(function: Callable[..., Any], stamp: Stamp, begun: int = 0, ended: int = 0) -> Callable[..., Any]:
-    """Return ``function`` with stamps of these kinds; 0: none. An end without a result has none.
+    """Wrap ``function`` so that its begin and end are stamped with these kinds; 0: no stamp. An empty result has none.
 
-    The begin of a send is stamped: its receiver can be ahead of its end.
+    A send is stamped at its begin, since the message can arrive before its end.
     """
 
     def stamped(*arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Command forget: destroys the keys of persons, while the instances that could have read them stand still.
+"""Command forget: destroys the keys of persons, while all instances are paused.
 
 A recovery must not read a value where the run before read none, or the other way round. So each instance takes a
 checkpoint between two inputs, behind which it has handled nothing when the key is destroyed; then its app starts anew
@@ -43,13 +43,13 @@ _TO_FORGET = ", to forget a person"  # behind the name of who has paused an inst
 @json_option
 @pass_registry
 def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s: float, as_json: bool) -> None:
-    """Destroy the keys of persons: what apps keep of them as immortal.Personal can't be read any more, in any copy.
+    """Destroy the keys of persons: nobody can read their data in immortal.Personal values any more, in any copy.
 
-    SUBJECT is the ID that apps gave. All instances of the home pause, take a checkpoint and restart meanwhile. One that
-    is stopped must have a checkpoint of all that it has handled. It can be done again.
+    SUBJECT is a person's ID, as apps gave it to immortal.Personal. All instances of the home pause, take a checkpoint
+    and restart. A stopped instance must have a checkpoint of its last record. If the command fails, run it again.
     """
     if bool(subjects) == lists:
-        raise click.UsageError("name the persons to forget, or give --list")
+        raise click.UsageError("give the IDs of the persons to forget, or --list, and not both")
     if lists:
         everyone = list(personal_keys.everyone())
         gone = [one for one in everyone if one.forgotten]
@@ -72,7 +72,7 @@ def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s
     click.get_current_context().with_resource(_alone())
     everybody = [registry.load(name) for name in registry.names()]
     todo = [subject for subject, person in persons.items() if person is not None and not person.forgotten]
-    restarted = _stand_still(everybody, todo, timeout_s) if todo else list(filter(_is_left_paused, everybody))
+    restarted = _pause_all(everybody, todo, timeout_s) if todo else list(filter(_is_left_paused, everybody))
     try:
         for subject in persons:  # also of those that are forgotten: a crash can have interrupted it
             personal_keys.destroy(subject, datetime.now(UTC).date().isoformat())
@@ -111,12 +111,12 @@ def _alone() -> Iterator[None]:
         os.close(descriptor)
 
 
-def _stand_still(
+def _pause_all(
     instances: Sequence[InstanceSettings], subjects: Sequence[str], timeout_s: float
 ) -> list[InstanceSettings]:
-    """Let all instances stand still behind a checkpoint; return those that run, to be restarted.
+    """Pause all running instances after a checkpoint; return them, to be restarted.
 
-    If that fails, they go on. Raises FailedError.
+    If that fails, they are resumed. Raises FailedError.
     """
     who = {"who": f"{operator_name()}{_TO_FORGET}"}
     try:
@@ -132,7 +132,9 @@ def _stand_still(
             raise FailedError("nobody is forgotten yet: an instance was started or stopped meanwhile: do it again")
         for settings in running:
             if not control.query(settings.folder, "status")["paused"]:
-                raise FailedError(f"nobody is forgotten yet: {settings.name} was resumed, or has crashed: do it again")
+                raise FailedError(
+                    f"nobody is forgotten yet: {settings.name} was resumed, or has crashed: run the command again"
+                )
     except BaseException:
         for settings in filter(_is_left_paused, instances):  # also by a command that was killed
             with contextlib.suppress(ImmortalError):
@@ -158,8 +160,8 @@ def _is_running(settings: InstanceSettings) -> bool:
         refuse_strangers(settings)
         if "without" in (state := checkpoint_at_stop(settings)):
             raise FailedError(
-                f"{settings.name} is stopped{state}, and must not do so without the data: 'immortal run"
-                f" {settings.name}' and 'immortal stop {settings.name}' first"
+                f"{settings.name} is stopped{state}. Its next start needs the data: start and stop it first ('immortal"
+                f" run {settings.name}', 'immortal stop {settings.name}')"
             )
         return False
     if control.supervisor(settings.folder) is None:

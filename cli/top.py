@@ -34,9 +34,9 @@ HELP = "q: quit   s, S: sort by the next, previous column   r: reverse   space, 
 
 
 class _Column(NamedTuple):
-    """Column of a table. ``value``: what rows are sorted by, the largest first, names by their letters.
+    """Column of a table. ``value``: rows are sorted by it, the largest first, names in alphabetical order.
 
-    ``rank``: a narrow terminal drops the columns with the largest.
+    ``rank``: a narrow terminal drops the columns with the largest ranks.
     """
 
     head: str
@@ -73,7 +73,7 @@ _STREAMS = (
 _SORTS = [column.head for column in _INSTANCES]
 _KEYS = dict.fromkeys(("s", "\x1b[C"), (1, 0)) | dict.fromkeys(("S", "\x1b[D"), (-1, 0))
 _KEYS |= dict.fromkeys((" ", "\x1b[B", "\x1b[6~"), (0, 1)) | dict.fromkeys(("b", "\x1b[A", "\x1b[5~"), (0, -1))
-"""Keys, arrows among them, that go to another column to sort by, and to another page."""
+"""Keys, arrows among them, that choose another column to sort by (first number) or another page (second)."""
 _LEFT = {"instance", "state", "role", "problems", "from", "to", "problem"}
 
 
@@ -127,7 +127,7 @@ class _Screen:
 
 
 def _table(columns: Sequence[_Column], rows: Sequence[Any], width: int, are_bad: Sequence[bool]) -> Table:
-    """Return a table of the most important columns that have room. The last one is cut off."""
+    """Return a table of the most important columns that fit; long texts in the last column are cut."""
     cells = {
         column: ["" if (one := column.value(row)) is None else printable(column.text(one)) for row in rows]
         for column in columns
@@ -149,7 +149,7 @@ def _table(columns: Sequence[_Column], rows: Sequence[Any], width: int, are_bad:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], list[str]]]:
-    """Let the terminal give each key at once, and none to its screen. Yields a function that waits for keys.
+    """Read each key at once, without echo, from the terminal: yields a function that waits for keys.
 
     Ctrl-Z is a key too, so that the screen is put back before the process is suspended.
     """
@@ -177,7 +177,7 @@ def _keys() -> Iterator[Callable[[float], list[str]]]:
 
 @click.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=instance_names, shell_complete=complete_instance)
-@click.option("--once", is_flag=True, help="Print the tables once; so it is, too, without a terminal.")
+@click.option("--once", is_flag=True, help="Print the tables once, as always without a terminal.")
 @click.option("--sort", type=click.Choice(_SORTS), default="problems", show_default=True, help="The column to sort by.")
 @click.option(
     "--interval",
@@ -193,7 +193,7 @@ def top(registry: Registry, names: tuple[str, ...], once: bool, sort: str, inter
     """Show all instances, or those named, and the busiest streams, live; 'q' ends it.
 
     Each has its state, rates per second (records logged, messages in and out), the backlog, messages that no receiver
-    has confirmed, handlers that wait and for how long, the age of the checkpoint, the size of the log, and problems.
+    has acknowledged, handlers that wait and for how long, the age of the checkpoint, the size of the log, and problems.
     """
     for name in names:
         registry.load(name)

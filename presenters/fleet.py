@@ -66,7 +66,7 @@ class Row:
     """Row of one instance. ``tone``: good, busy, off or bad. ``status``: as of `immortal status --json`.
 
     ``handlers``: how many wait; ``oldest``: the one that waits for longest ("task", "handler", "since_ns").
-    ``rates``: {} until it has worked for a moment. ``times``: by the sender's name.
+    ``rates``: {} until two samples of it are known. ``times``: by the sender's name.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Stream(Struct, frozen=True):
 
 
 def unacknowledged(output: Mapping[str, Any]) -> int:
-    """Return how many messages of an output its receiver has not confirmed."""
+    """Return how many messages of an output its receiver has not acknowledged."""
     made = output.get("position", output.get("position_at_checkpoint")) or 0
     return max(0, made - (output.get("acknowledged") or 0))
 
@@ -167,8 +167,8 @@ class Rates:
 
 
 class Fleet:
-    """Last known rows of all instances. ``locked``: locks a log, which a process can't open twice: it takes the
-    instance's settings and, if it may not wait for as long as usual, the seconds."""
+    """Last known rows of all instances. ``locked``: locks a log, which a process can't open twice. It takes the
+    instance's settings and, if the usual time is too long, for how many seconds it may wait."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Fleet:
         self._pool = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "fleet")
 
     def look(self, wait_s: float) -> None:
-        """Ask all instances again, in the background, if they are not fresh; wait at most ``wait_s`` for the end."""
+        """Ask all instances again, in the background, if their rows are old; wait at most ``wait_s`` for the end."""
         with self._looking:
             if self._background is None and time.monotonic() - self._looked_s >= self._fresh_s:
                 self._background = threading.Thread(target=self._look, name="fleet", daemon=True)

@@ -40,7 +40,7 @@ noted: set[str] = set()
 
 
 class PersonalKeyError(ImmortalError):
-    """Raised if the key of a person is needed and can't be had here, or does not fit."""
+    """Raised if the key of a person can't be read or stored here, or does not decrypt the value."""
 
 
 class Person(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,7 +67,7 @@ def environment() -> dict[str, str]:
 
 
 def folder() -> Path:
-    """Return the folder of the keys. Raises PersonalKeyError if nothing names one that all machines share."""
+    """Return the folder of the keys. Raises PersonalKeyError if the home is a database and no folder is named."""
     place = environment()[KEYS_VARIABLE]
     if is_url(place):
         raise PersonalKeyError(
@@ -121,7 +121,7 @@ def find_or_create(subject: str) -> Person:
 def destroy(subject: str, date: str) -> Person | None:
     """Destroy a person's key; return the person as known before, None for an unknown one. Raises PersonalKeyError.
 
-    To do it again finishes what a crash has interrupted.
+    A second call finishes what a crash has interrupted.
     """
     path, destroyed = _path(subject), _destroyed(subject)
     old = _read(path)
@@ -138,7 +138,9 @@ def destroy(subject: str, date: str) -> Person | None:
             destroyed.unlink()
             sync_folder(path.parent)
     except OSError as error:
-        raise PersonalKeyError(f"the key of {subject!r} can't be destroyed: {error}: do it again") from None
+        raise PersonalKeyError(
+            f"the key of {subject!r} can't be destroyed: {error}: mend that, then do it again"
+        ) from None
     return old
 
 
@@ -203,4 +205,4 @@ def _read(path: Path) -> Person | None:
             return None
         except (OSError, decoding.DecodeError) as error:
             problem = error
-    raise PersonalKeyError(f"the key of a person in {path} can't be read: {problem}: bring the file back")
+    raise PersonalKeyError(f"the key of a person in {path} can't be read: {problem}: restore the file")

@@ -39,13 +39,13 @@ CAMPAIGNS = {
 _INTRO = """# Proof
 
 `scripts/nightly` runs these campaigns; `python -m tests.proof` writes this page from
-[proof.jsonl](proof.jsonl), which has a line for each recorded run. A failed run stays in it. The command repeats a run
-on its commit: the same seeds, except for fuzzing, which draws others.
+[proof.jsonl](proof.jsonl), which has a line for each recorded run. A failed run stays there. The command repeats
+a run on its commit, with the same seeds; only fuzzing draws new ones.
 """
 _EARLIER = """
-## Before the ledger
+## Earlier runs
 
-Not repeated here; each place names its command:
+Not in proof.jsonl; each page names its command:
 
 - 10,000 seeds of the simulation, 31,998 crashes, none failed:
   [tests/simulation/README.md](../tests/simulation/README.md)
@@ -68,14 +68,17 @@ class Run(Struct, frozen=True):
 
 
 class Recorder:
-    """Times one run from here on and adds it to the ledger; does nothing unless ``is_on``. Raises SystemExit."""
+    """Measures one run from now on and adds it to the ledger, if ``is_on``. Raises SystemExit."""
 
     def __init__(self, *, is_on: bool) -> None:
         self._commit, self._began_s = "", time.monotonic()
         if is_on:
             changed = _git("status", "--porcelain", "--", ".", *(f":!{path}" for path in WRITTEN))
             if changed:
-                print(f"error: --record: not committed, so nobody could repeat it:\n{changed}", file=sys.stderr)
+                print(
+                    f"error: --record: commit these changes first, else nobody can repeat the run:\n{changed}",
+                    file=sys.stderr,
+                )
                 raise SystemExit(2)
             self._commit = _git("rev-parse", "--short=10", "HEAD")
 
@@ -164,8 +167,10 @@ def _run_tests(campaign: str, paths: Sequence[str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.proof", description=__doc__.partition("\n")[0])
-    parser.add_argument("--record", choices=CAMPAIGNS, metavar="CAMPAIGN", help="run tests and record them under it")
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="of tests, for --record")
+    parser.add_argument(
+        "--record", choices=CAMPAIGNS, metavar="CAMPAIGN", help="run tests and record them as a run of it"
+    )
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="test file, for --record")
     options = parser.parse_args()
     if bool(options.record) != bool(options.paths):
         parser.error("--record CAMPAIGN and paths of tests go together")

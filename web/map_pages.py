@@ -74,7 +74,7 @@ def _line(one: Stream, at: dict[str, tuple[int, int]]) -> dict[str, Any]:
 
 @lru_cache(4)
 def layout(names: tuple[str, ...], calls: tuple[tuple[str, str], ...]) -> dict[str, tuple[int, int]]:
-    """Return the column and the row of each service: callees are right of their callers, except in a circle of calls.
+    """Return the column and the row of each service: callees are right of their callers, except in a cycle of calls.
 
     A column with many services is split into several, and those without calls come last.
     """
@@ -101,10 +101,10 @@ def layout(names: tuple[str, ...], calls: tuple[tuple[str, str], ...]) -> dict[s
 
 
 def _in_order(callers: dict[str, dict[str, None]]) -> list[str]:
-    """Return all services, callers first. Of each circle of calls one is removed from ``callers``."""
+    """Return all services, callers first; remove one call of each cycle from ``callers``."""
     while True:
         try:
             return list(TopologicalSorter(callers).static_order())
         except CycleError as error:
-            caller, callee = error.args[1][:2]  # in the circle, each calls the next
+            caller, callee = error.args[1][:2]  # in the cycle, each calls the next
             del callers[callee][caller]

@@ -260,7 +260,7 @@ def resolve_hints(subject: Any) -> dict[str, Any]:
 
 
 def annotated_names(subject: Any) -> Mapping[str, Any]:
-    """Return what a class itself, or a function, annotates: by name, possibly unresolved."""
+    """Return the annotations of a class, without its bases, or of a function; names can be unresolved."""
     if sys.version_info >= (3, 14):
         from annotationlib import Format, get_annotations
 

@@ -94,7 +94,7 @@ class Proxy:
             raise AttributeError(name)
         _, definition, whose, *_ = self._immortal_parts
         if len(self._immortal_shards) > 1 and not self._immortal_front:
-            raise UsageError(f"{whose!r} is keyed, so a call says for which key: {whose}[KEY].{name}(...)")
+            raise UsageError(f"{whose!r} is keyed, so a call must name the key: {whose}[key].{name}(...)")
         method = self._immortal_methods.get(name)
         if method is None:
             method = NamedMethod(name) if definition is None else typed_method(definition, name)

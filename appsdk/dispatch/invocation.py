@@ -39,7 +39,7 @@ def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callab
 
 
 def _own(handler: Handler[Any, Any], function: Callable[..., Any], front: int = 0) -> Callable[..., Any]:
-    """Wrap ``function``, which handles calls of ``handler``: of a keyed class it gets only calls for its own keys.
+    """Wrap ``function``, which handles calls of ``handler``: in a keyed class, keys of other shards are refused.
 
     ``front``: number of arguments before the handler's own.
     """

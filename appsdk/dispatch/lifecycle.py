@@ -146,7 +146,7 @@ class Life:
             self._use(definition)
 
     def require_shard(self) -> None:
-        """Check that the keys of a keyed class are divided as the project says. Raises StateError."""
+        """Check that the project has not changed the shards of a keyed class. Raises StateError."""
         if self._main_definition.shard is not None:
             self.instance.require_shard(self._main_definition.shard)
 
@@ -167,7 +167,7 @@ class Life:
         return self.definition.state().tables_of(self.instance)
 
     def encode(self) -> tuple[bytes, bytes]:
-        """Return the blob without tables: its envelope and the present attributes. Raises StateError."""
+        """Encode the state without its tables; return its envelope and its attributes. Raises StateError."""
         return self.bound(self._encode)
 
     def encode_whole(self) -> tuple[int, Iterator[bytes]]:

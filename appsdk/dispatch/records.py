@@ -444,7 +444,7 @@ class Rewinds:
         self.take_copy((blob,))
 
     def _keep_undo(self) -> None:
-        """Let tables keep what a rewind to the present copy needs, if there is one."""
+        """Let tables keep old values of rows, if there is a copy of the state for a rewind."""
         for table in self._life.tables:
             table.keep_undo(keeps=self.copies.current is not None)
 

@@ -96,12 +96,13 @@ RANGES = 4096
 def key_problem(kind: type, key: object) -> str:
     """Return why ``key`` can't be a key of a class that is keyed by ``kind``; "" if it can."""
     if type(key) is not kind:
-        return f"its keys are of the type {kind.__name__}, {key!r:.80} is of {type(key).__name__}"
+        return f"the key {key!r:.80} came, a key of type {kind.__name__} was expected"
     if isinstance(key, int):
-        return "" if abs(key) <= INT_64_MAX else f"a key is an int from {-INT_64_MAX} to {INT_64_MAX}"
+        is_short = -INT_64_MAX <= key <= INT_64_MAX
+        return "" if is_short else f"a key of {key.bit_length()} bits came, at most 63 and a sign were expected"
     size_bytes = len(str(key).encode(errors="replace"))
     if not 1 <= size_bytes <= KEY_SIZE_BYTES_MAX:
-        return f"a key has 1 to {KEY_SIZE_BYTES_MAX} bytes, this one has {size_bytes:,}"
+        return f"a key of {size_bytes:,} bytes came, 1 to {KEY_SIZE_BYTES_MAX} were expected"
     return "" if is_encodable(str(key)) else f"the key {key!r} can't be encoded"
 
 

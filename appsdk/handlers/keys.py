@@ -2,7 +2,7 @@
 
 For coordinators, clients and readers of logs a keyed class is an ordinary one: each handler takes the key as its first
 argument, and the state is a table ``keys`` from key to object. :func:`keyed_definition` makes that class. A key belongs
-to one of RANGES ranges by its hash, and each shard, an instance of its own, has a row of them.
+to one of RANGES ranges by its hash, and each shard, an instance of its own, has a block of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOOKS = ("prepare", "checkpoint", "restore")
 
 
 class KeyContext:
-    """Context of a key's object, which provides its handlers and peers; entered, the object's code runs.
+    """Context of a key's object: gives its handlers and peers, and is entered while the object's code runs.
 
     ``one``: the object. ``is_forgotten``: it is removed when that code has ended.
     """
@@ -100,7 +100,7 @@ class ByName:
 
 
 class Keys:
-    """State of an instance of a keyed class: the objects by key; it is the ``shard`` of so many ``shards``, from 1."""
+    """State of one instance of a keyed class: objects by key, its ``shard`` (from 1), and how many ``shards`` exist."""
 
     _immortal_context: Context
     _immortal_definition: Any
@@ -122,7 +122,7 @@ class Keys:
         return new
 
     def problem(self, key: object) -> str:
-        """Return why no call for ``key`` is carried out here; "" if it is."""
+        """Return why this shard refuses calls for ``key``; "" if it accepts them."""
         definition = self._immortal_definition
         if problem := key_problem(definition.keyed, key):
             return f"{definition.name}: {problem}"
@@ -132,33 +132,35 @@ class Keys:
         name = self._immortal_context.instance_name
         return (
             f"{name} is shard {self.shard} of {self.shards}, and key {key!r} is of shard {number}: its caller "
-            f"counts other shards: peers({definition.name}, ..., shards={self.shards})"
+            f"has another count of shards: use peers({definition.name}, ..., shards={self.shards})"
         )
 
     def require_own(self, name: str, key: object) -> None:
-        """Check that a call of the handler ``name`` for ``key`` is for this instance. Raises HandlerError."""
+        """Check that ``key``, of a call of the handler ``name``, belongs to this instance. Raises HandlerError."""
         if problem := self.problem(key):
             raise refused(self._immortal_context, name, Cause.ARGUMENTS, problem)
 
     def require_shard(self, given: tuple[int, int] | None) -> None:
-        """Check that the keys are divided as the project now says. Raises StateError."""
+        """Check that the project has not changed the number of shards. Raises StateError."""
         if given is not None and given != (self.shard, self.shards):
             name = self._immortal_context.instance_name or "the instance"
             raise StateError(
                 f"{name} began as shard {self.shard} of {self.shards}, and is started as {given[0]} of {given[1]}; "
                 f"the app stops\n"
-                f"  Nothing has changed. The number of shards is for the whole life: keys can't move to another shard "
+                f"  Nothing has changed. The number of shards can't change, since keys can't move to another shard "
                 f"yet. Set count = {self.shards}"
             )
 
 
 def keyed_definition(objects: Definition) -> Definition:
-    """Return the definition of the class whose instances have the keys of the keyed class ``objects``.
+    """Return the definition of the ordinary class that runs a keyed class: its handlers take the key first.
+
+    ``objects``: the definition of the keyed class.
 
     Raises DefinitionError."""
     cls, name, kind = objects.cls, objects.name, cast(type, objects.keyed)
     if kind not in (str, int):
-        raise DefinitionError(f"{name}: keyed={kind!r}: keys are of the type str or int")
+        raise DefinitionError(f"{name}: keyed={kind!r} came, str or int was expected")
     unfit = [f"@{one.decorator} ({one.name})" for one in objects.handlers.values() if one.schedule]
     unfit += [f"@on_primary ({one})" for one in objects.on_primary]
     unfit += [f"@initial ({objects.initial})"] if objects.initial else []
@@ -168,7 +170,7 @@ def keyed_definition(objects: Definition) -> Definition:
     unfit += ['serializer="pickle"'] if objects.serializer == "pickle" else []
     if unfit:
         raise DefinitionError(
-            f"{name}: a keyed class has no {' and no '.join(unfit)}, which are of no key: use a class beside it"
+            f"{name}: a keyed class has no {' and no '.join(unfit)}, which belong to no key: use another class"
         )
     for ancestor in reversed(cls.__mro__):  # so that the encoder knows their attributes
         if ancestor not in (object, objects.base) and "__dataclass_fields__" not in vars(ancestor):
@@ -203,7 +205,7 @@ def keyed_definition(objects: Definition) -> Definition:
 
 
 def _keyed_handler(handler: Handler[Any, Any], kind: type) -> Handler[Any, Any]:
-    """Return the handler of the instance: it takes the key as its first argument."""
+    """Return the instance's handler, which takes the key as its first argument."""
     where = handler.function.__qualname__
     if KEY in handler.signature.parameters:
         raise DefinitionError(f"{where}: a call of a keyed class has the key as its argument {KEY!r}: rename this one")

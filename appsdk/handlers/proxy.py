@@ -245,7 +245,7 @@ class KeyPeers:
         if name.startswith("_"):
             raise AttributeError(name)
         where = f"self.<peers>[key].{name}(...)"
-        raise UsageError(f"{self._immortal_peers.name!r} is keyed, so a call says for which key: {where}")
+        raise UsageError(f"{self._immortal_peers.name!r} is keyed, so a call must name the key: {where}")
 
 
 class OfKey:

@@ -49,7 +49,7 @@ _MUTABLE = (
 
 
 class RowCodec(Protocol):
-    """What a table needs of a :class:`~immortal.appsdk.state.schema.StateSchema`. Both raise StateError."""
+    """Encoder and decoder of rows: a :class:`~immortal.appsdk.state.schema.StateSchema`. Both raise StateError."""
 
     def encode_row(self, name: str, value: Any) -> bytes: ...
     def decode_attribute(self, name: str, raw: Any) -> Any: ...
@@ -61,7 +61,7 @@ class Index(NamedTuple):
 
 
 class TableKind:
-    """Types of a table's keys and values, and its indexes. ``schema``: of the class that has the table, by ``name``.
+    """Definition of one table: types of its keys and values, and its indexes. ``schema``: of the class that has it.
 
     Raises DefinitionError.
     """
@@ -148,7 +148,7 @@ def table(*, index: Sequence[str] = ()) -> Any:
 class Table(MutableMapping[K, V], Generic[K, V]):
     """Mapping in the state of a service, with keys in order: ``orders: Table[int, Order]``.
 
-    It can be larger than memory: the rows lie in a temporary file, recent ones in memory. Keys are int, str, bytes,
+    It can be larger than memory: old rows are in a temporary file, recent ones in memory. Keys are int, str, bytes,
     bool, float, date, datetime, timedelta, UUID, enums, or tuples of these. Values are what an attribute can be. Each
     read returns a new value: if you change one, set it again, ``self.orders[1] = order``. A handler that forgets it
     fails. Rows that are written during an iteration are seen if they lie ahead.
@@ -196,7 +196,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         context = self._enter(writes=True)
         data = kind.schema.encode_row(kind.name, value)
         if kind.may_hold_handles and MARK in data:
-            raise StateError(f"{kind.where}: row {key!r} has a handle, which no table keeps: put it in an attribute")
+            raise StateError(f"{kind.where}: row {key!r} has a handle, a table can't keep it: put it in an attribute")
         self._put(key, packed, data, value, self._watched(context) if _handles_first(context) else None)
         if kind.is_mutable and _handles(context):
             self._watched(context).stored(packed, value, data)
@@ -219,19 +219,19 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             del self[key]
 
     def first(self) -> tuple[K, V] | None:
-        """Return the row with the least key; None: there are no rows."""
+        """Return the row with the smallest key; None: there are no rows."""
         return next(iter(self.items()), None)
 
     def last(self) -> tuple[K, V] | None:
-        """Return the row with the greatest key; None: there are no rows."""
+        """Return the row with the largest key; None: there are no rows."""
         return next(iter(self.items(reverse=True)), None)
 
     # --- rows in order ----------------------------------------------------------------------------------------------
 
     def keys(self, start: Any = None, stop: Any = None, *, prefix: Any = None, reverse: bool = False) -> KeysView[K]:
-        """Return the keys from ``start`` up to ``stop``, which is outside; or those that begin with ``prefix``.
+        """Return the keys from ``start`` up to, but without, ``stop``; or those that begin with ``prefix``.
 
-        ``prefix``: of a str or bytes, or the first items of a tuple; ``start`` and ``stop`` can be such, too.
+        ``prefix``: begin of a str or of bytes, or first items of a tuple; ``start`` and ``stop`` can be prefixes, too.
         """
         return KeysView(self._part(start, stop, prefix, reverse))
 
@@ -257,7 +257,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         prefix: Any = None,
         reverse: bool = False,
     ) -> Iterator[tuple[K, V]]:
-        """Yield the rows whose attribute ``index`` is ``value``, or lies from ``start`` up to ``stop``, in its order.
+        """Yield the rows whose attribute ``index`` is ``value``, or in a range as of :meth:`keys`, sorted by it.
 
         Rows with the same value follow in the order of their keys.
         """
@@ -330,7 +330,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
                 what = "its key has" if one is packed else "its key and an indexed attribute have"
                 raise StateError(
                     f"{self._kind.where}: row {str(key)[:40]!r}...: {what} {len(one)} bytes, at most "
-                    f"{KEY_SIZE_BYTES_MAX} are possible"
+                    f"{KEY_SIZE_BYTES_MAX} are possible: use a shorter key"
                 )
         self._make_room(refuses)
         old = self._rows.put(packed, data)
@@ -386,7 +386,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
     # --- for the SDK ------------------------------------------------------------------------------------------------
 
     def pieces(self) -> tuple[int, Iterator[bytes]]:
-        """Return the table as a MessagePack map, as a dict would be encoded: its size in bytes, and its pieces."""
+        """Encode the table as a MessagePack map, like a dict; return its size in bytes, and its pieces."""
         front = map_front(self._count)
         return len(front) + self._size_bytes, self._pieces(front)
 
@@ -413,7 +413,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             raise StateError(f"{kind.where} can't be read from the checkpoint: {error}") from None
 
     def keep_undo(self, *, keeps: bool) -> None:
-        """Begin to keep what :meth:`go_back` needs: a copy of the state was taken. With False, stop that."""
+        """Keep old values of rows from now on, so that :meth:`go_back` restores the present ones; with False, stop."""
         self._mark = self._count, self._size_bytes
         self._store.keep_undo(keeps=keeps)
 
@@ -430,7 +430,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
     @property
     def snapshot(self) -> object:
-        """What keeps the rows in the file readable for a forked child, as long as somebody holds it."""
+        """Read transaction of the file. While somebody holds it, a forked child can read the rows."""
         return self._store.snapshot
 
     def unstored(self) -> StateError | None:
@@ -446,7 +446,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         key = self._kind.key.unpack(watch.changed, 0)[0]
         return StateError(
             f"{self._kind.where}: row {key!r} was changed but not stored: a read returns a copy, so write "
-            f"self.{self._kind.name}[{key!r}] = <the value> behind the change"
+            f"self.{self._kind.name}[{key!r}] = <the value> after the change"
         )
 
     def __repr__(self) -> str:
@@ -501,7 +501,7 @@ class _Watch:
         self.held.pop(packed, None)
 
     def compare(self) -> None:
-        """Look which values have changed, and forget those that nobody else holds."""
+        """Find the values that have changed, and forget those that nobody else holds."""
         held, self.held = self.held, {}
         for packed, entries in held.items():
             if self.changed is None and any(self._has_changed(value, data) for value, data in entries):
@@ -566,9 +566,11 @@ def span_of(form: KeyForm, start: Any, stop: Any, prefix: Any) -> Span:
     """Return the span of keys from ``start`` up to ``stop``, or with ``prefix``; None: no bound. Raises TypeError."""
     if prefix is not None:
         if form.pack_front is None:
-            raise TypeError("prefix=...: only keys that are str, bytes or tuples have one")
+            raise TypeError(
+                "prefix=... came, but only keys that are str, bytes or tuples have prefixes: use start= and stop="
+            )
         if start is not None or stop is not None:
-            raise TypeError("prefix=...: it can't be together with start= or stop=")
+            raise TypeError("prefix=... came together with start= or stop=: give only one of the two")
         front = form.pack_front(prefix)
         return front, after_prefix(front)
     pack = form.pack_front or form.pack
@@ -577,7 +579,7 @@ def span_of(form: KeyForm, start: Any, stop: Any, prefix: Any) -> Span:
 
 
 def map_front(count: int) -> bytes:
-    """Return the first bytes of a MessagePack map of ``count`` entries."""
+    """Return the header of a MessagePack map of ``count`` entries."""
     if count < 1 << 4:
         return bytes((0x80 | count,))
     return b"\xde" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdf" + count.to_bytes(4, "big")

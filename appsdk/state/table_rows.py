@@ -1,8 +1,8 @@
 """Ordered rows of bytes for tables, and keys as bytes that have the order of their values.
 
-Rows lie in an LMDB file below the recent writes, which stay in memory until they are many. The file is a scratch file
-of this process: it has no name once it is open, and no other life reads it, since a checkpoint has all rows. A small
-table never has one. The results of reads do not depend on when rows move into the file.
+Recent writes stay in memory until they are many; then they move into an LMDB file. It is a temporary file of this
+process: it has no name once it is open, and no later process reads it, since a checkpoint has all rows. A small table
+never has one. The results of reads do not depend on when rows move into the file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Store:
         self._file: Any = None
 
     def add(self) -> Rows:
-        """Add an ordered map; only before the first row."""
+        """Add an ordered map. All must be added before the first row is written."""
         self.all.append(made := Rows(self))
         return made
 
@@ -82,7 +82,7 @@ class Store:
         return file
 
     def keep_undo(self, *, keeps: bool) -> None:
-        """Begin to keep what :meth:`go_back` needs to restore the present rows; with False, stop that."""
+        """Keep old values of rows from now on, so that :meth:`go_back` restores the present ones; with False, stop."""
         self.undo_size_bytes = 0
         for rows in self.all:
             rows.undo = {} if keeps else None
@@ -166,7 +166,7 @@ class Rows:
                     break
 
     def _some(self, span: Span, reverse: bool, count: int) -> tuple[list[Row], Span | None]:
-        """Return the first rows of the span, and the span that is left; None: nothing is."""
+        """Return the first rows of the span, and the rest of the span; None: nothing is left."""
         low, high = span
         written = self._written(span, reverse, count)
         keys = self._keys = sorted(self._recent) if self._keys is None else self._keys
@@ -211,7 +211,7 @@ def _behind(span: Span, key: bytes, reverse: bool) -> Span:
 
 
 def after_prefix(prefix: bytes) -> bytes | None:
-    """Return the first bytes behind all that begin with ``prefix``; None: there are none."""
+    """Return the smallest bytes that sort after all that begin with ``prefix``; None: there are none."""
     front = prefix.rstrip(b"\xff")
     return front[:-1] + bytes((front[-1] + 1,)) if front else None
 
@@ -220,9 +220,9 @@ def after_prefix(prefix: bytes) -> bytes | None:
 
 
 class KeyForm(NamedTuple):
-    """Form of keys of one type. ``unpack`` takes (bytes, offset) and returns (value, offset behind it).
+    """Encoding of one type's keys as bytes. ``unpack`` takes (bytes, offset) and returns (value, offset behind it).
 
-    ``pack_front``: packs what a key can begin with, the first items of a tuple; None: only whole keys.
+    ``pack_front``: packs a prefix of a key, such as the first items of a tuple; None: only whole keys can be packed.
     """
 
     pack: Callable[[Any], bytes]
@@ -242,7 +242,7 @@ _MICROSECOND, _FIRST, _FIRST_AWARE = timedelta(microseconds=1), datetime.min, da
 def _pack_integer(value: int) -> bytes:
     size_bytes = (value.bit_length() + 7) >> 3
     if size_bytes > _INTEGER_BYTES_MAX:
-        raise ValueError(f"an integer of {value.bit_length()} bits is no key: at most {8 * _INTEGER_BYTES_MAX} are")
+        raise ValueError(f"a key of {value.bit_length()} bits came, at most {8 * _INTEGER_BYTES_MAX} were expected")
     if value >= 0:
         return _HEADS[_INTEGER_ZERO + size_bytes] + value.to_bytes(size_bytes, "big")
     return _HEADS[_INTEGER_ZERO - size_bytes] + (value + (1 << 8 * size_bytes) - 1).to_bytes(size_bytes, "big")
@@ -275,7 +275,7 @@ def _unpack_text(data: bytes, at: int) -> tuple[str, int]:
 
 def _pack_float(value: float) -> bytes:
     if value != value:
-        raise ValueError("NaN is no key: it has no place in an order")
+        raise ValueError("the key NaN came, a number that has an order was expected")
     (bits,) = _BITS.unpack(_FLOAT.pack(value + 0.0))  # -0.0 is 0.0, as for a dict
     return _BITS.pack(bits ^ _ALL if bits & _SIGN else bits | _SIGN)
 
@@ -320,7 +320,7 @@ KEY_TYPES = "int, str, bytes, bool, float, date, datetime, timedelta, UUID, an e
 
 
 def key_form(annotation: Any) -> KeyForm:
-    """Return the form of keys of a type. Raises TypeError, which says what is wrong with the type."""
+    """Return the encoding of keys of a type. Raises TypeError if keys can't have this type."""
     annotation = getattr(annotation, "__supertype__", annotation)  # of a NewType
     parts = get_args(annotation)
     if (form := _FORMS.get(annotation)) is not None:
@@ -333,7 +333,7 @@ def key_form(annotation: Any) -> KeyForm:
         return _of_tuple([key_form(part) for part in parts])
     if get_origin(annotation) in (Union, UnionType) and len(parts) == 2 and NoneType in parts:
         return _of_optional(key_form(parts[parts[0] is NoneType]))
-    raise TypeError(f"{getattr(annotation, '__qualname__', annotation)} is no type of keys: {KEY_TYPES} are")
+    raise TypeError(f"keys of type {getattr(annotation, '__qualname__', annotation)} came, {KEY_TYPES} were expected")
 
 
 def _checked(cls: type, form: KeyForm) -> KeyForm:
@@ -359,7 +359,7 @@ def _of_enum(cls: type[Enum], form: KeyForm) -> KeyForm:
 
 
 def _of_optional(form: KeyForm) -> KeyForm:
-    """Return the form of a type or None, which comes first."""
+    """Return the encoding of a type or None, which sorts first."""
     return KeyForm(
         lambda value: b"\0" if value is None else b"\1" + form.pack(value),
         lambda data, at: form.unpack(data, at + 1) if data[at] else (None, at + 1),
@@ -371,7 +371,7 @@ def _of_tuple(forms: list[KeyForm]) -> KeyForm:
 
     def pack(value: Any, length_min: int = len(forms)) -> bytes:
         if type(value) is not tuple or not length_min <= len(value) <= len(packs):
-            raise TypeError(f"a key {value!r} came, a tuple of {len(packs)} was expected")
+            raise TypeError(f"the key {value!r} came, a tuple of {len(packs)} items was expected")
         return b"".join([pack(item) for pack, item in zip(packs, value, strict=False)])
 
     def unpack(data: bytes, at: int) -> tuple[Any, int]:

@@ -272,7 +272,7 @@ class Instance(Generic[T]):
 
 
 class OfKey(Generic[T]):
-    """Handle of one key of a keyed class, returned by ``carts["ann"]``: calls as those of :class:`Instance`."""
+    """Handle of one key of a keyed class, returned by ``carts["ann"]``: has the calls of :class:`Instance`."""
 
     def __init__(self, instance: Instance[T], key: Any) -> None:
         if instance.definition.objects is None:
@@ -283,7 +283,7 @@ class OfKey(Generic[T]):
 
     @property
     def state(self) -> T:
-        """Copy of the key's object. Raises KeyError if there is none, and as :attr:`Instance.state`."""
+        """Copy of the key's object. Raises KeyError if there is none, else like :attr:`Instance.state`."""
         state: Any = self.instance.state
         found: T = state.keys[self._key]
         return found

@@ -26,7 +26,7 @@ T = TypeVar("T")
 _CIPHERTEXT_SHOWN_BYTES = 4
 _FORM = form_of(Any)
 _UNTYPED = (shapes.StructType, shapes.DataclassType, shapes.NamedTupleType, shapes.EnumType, shapes.CustomType)
-"""Annotations of values that come back as something else where nothing says their type."""
+"""Types whose values are decoded as another type where no annotation is known."""
 
 
 class Personal(Generic[T]):
@@ -130,7 +130,7 @@ def _cipher(person: Person) -> Any:
 
 
 def _shown(value: Personal[Any]) -> str:
-    """Describe a value without it. Values that differ have different texts."""
+    """Describe a value without its content. Different values have different texts."""
     whose = f"{value._subject!r} {value._ciphertext[:_CIPHERTEXT_SHOWN_BYTES].hex()}".rstrip()
     try:
         person = personal_keys.find(value._subject)

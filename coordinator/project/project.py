@@ -117,14 +117,13 @@ class Project:
         return planned
 
     def _require_shards(self, given: GivenService, planned: Sequence[ServiceSpec]) -> None:
-        """Check that the keys of a keyed class are in the shards of this plan, if they are registered at all. Raises
-        ProjectError."""
+        """Check that a keyed class has those shards that are registered, if any are. Raises ProjectError."""
         names = itertools.takewhile(self._is_registered, (f"{given.name}-{number}" for number in itertools.count(1)))
         registered = [name for name in (given.name,) if self._is_registered(name)] + list(names)
         if SHARD_VARIABLE in planned[0].environment and registered and registered != [one.name for one in planned]:
             raise ProjectError(
                 f"{given.place}: count = {given.count} for {given.name!r}, whose keys are in {', '.join(registered)}: "
-                f"keys can't move to other shards yet. Set count as it was, or give up keys: 'immortal unregister NAME'"
+                f"keys can't move to other shards yet. Set count as it was, or drop shards: 'immortal unregister NAME'"
             )
 
     def _is_registered(self, name: str) -> bool:

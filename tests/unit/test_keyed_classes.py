@@ -279,7 +279,11 @@ def test_a_call_at_the_wrong_shard_is_refused(env: Environment, handler: Any) ->
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [(5, "Expected `str`, got `int`"), ("", "a key has 1 to 400 bytes, this one has 0"), ("k" * 401, "has 401")],
+    [
+        (5, "Expected `str`, got `int`"),
+        ("", "a key of 0 bytes came, 1 to 400 were expected"),
+        ("k" * 401, "of 401 bytes"),
+    ],
 )
 def test_what_is_no_key_is_refused(env: Environment, key: Any, said: str) -> None:
     carts = env.start(Cart, "carts")
@@ -296,8 +300,8 @@ def test_a_handler_that_names_no_key_fails(env: Environment) -> None:
     env.run()
     said = [letter.text for letter in shop.dead_letters]
     assert len(said) == 5
-    assert said[0] == "carts[...]: its keys are of the type str, 5 is of int"
-    assert "a key has 1 to 400 bytes, this one has 10,000,000" in said[2]
+    assert said[0] == "carts[...]: the key 5 came, a key of type str was expected"
+    assert "a key of 10,000,000 bytes came, 1 to 400 were expected" in said[2]
     with pytest.raises(TypeError, match=r"^carts\[\.\.\.\]: the key '\\ud800' can't be encoded"):
         vars(Shop)["carts"].shard("\ud800")
 
@@ -326,7 +330,7 @@ def test_peers_are_no_sequence(env: Environment) -> None:
 def test_a_client_says_how_a_key_is_named() -> None:
     shard: Any = None
     carts = Proxy(shard, None, "carts", None, None, shards=(shard, shard))
-    with pytest.raises(UsageError, match=r"a call says for which key: carts\[KEY\]\.add\(\.\.\.\)$"):
+    with pytest.raises(UsageError, match=r"a call must name the key: carts\[key\]\.add\(\.\.\.\)$"):
         carts.add  # noqa: B018
     with pytest.raises(TypeError, match="not iterable"):
         iter(carts)  # type: ignore[call-overload]
@@ -502,7 +506,7 @@ def with_a_late_peer() -> None:
             r"no @every \(tick\) and no @on_primary \(feed\) and no @initial \(begin\) and no method 'prepare'",
         ),
         (with_node, "a keyed class has no nodes"),
-        (with_other_keys, "keys are of the type str or int"),
+        (with_other_keys, "str or int was expected"),
         (with_a_parameter_key, "has the key as its argument 'key': rename this one"),
         (with_a_cache, "'cache': a keyed class has no Transient yet"),
         (with_a_table, "a keyed class has no tables"),

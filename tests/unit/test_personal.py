@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import stat
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -325,3 +327,14 @@ def test_without_the_extra_the_command_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(PersonalKeyError, match=r"personal values need the extra encryption .*immortal-services\[encr"):
         Personal("ann", 1)
+
+
+def test_the_guides_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "forgetting.md").read_text()
+    module: Any = ModuleType("shop")
+    monkeypatch.setitem(sys.modules, "shop", module)
+    exec(re.findall(r"```python\n(.*?)```", guide, re.DOTALL)[0], module.__dict__)
+    with Environment() as env:
+        shop = env.start(module.Shop, "shop")
+        shop.call(module.Shop.register, "17", Personal("17", "Main Street 1"))
+        assert shop.call(module.Shop.label, "17") == "Main Street 1"
