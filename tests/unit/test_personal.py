@@ -136,7 +136,7 @@ def test_nobody_is_forgotten_if_an_instance_starts_meanwhile(monkeypatch: pytest
         monkeypatch.setattr(forget, name, lambda *_: None)
     shop = InstanceSettings(name="shop", peer="tcp://127.0.0.1:1", folder=Path("shop"), log="shop")
     with pytest.raises(FailedError, match="nobody is forgotten yet: an instance was started or stopped meanwhile"):
-        forget._stand_still([shop], ["ann"], 1.0)
+        forget._pause_all([shop], ["ann"], 1.0)
 
 
 def test_keys_are_of_one_folder_for_its_owner(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
