@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import collatz
@@ -57,6 +58,10 @@ def running(folder: Path, workers: int) -> Iterator[tuple[list[Keeper], list[Ins
         yield keepers, services
 
 
+def kill_a_part(service: Instance, chance: random.Random) -> None:
+    service.kill(chance.choice(ROLES))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=100_000)
@@ -73,9 +78,8 @@ def main() -> int:
             connect("cluster", home=folder, timeout=PATIENCE_S) as cluster,
         ):
             plan: list[Callable[[], object]] = [lambda: chance.choice(keepers).kill()] * options.kills
-            plan += [
-                lambda one=services[index % 2]: one.kill(chance.choice(ROLES)) for index in range(options.instances)
-            ]
+            for index in range(options.instances):
+                plan.append(partial(kill_a_part, services[index % 2], chance))
             chance.shuffle(plan)
             began_s = time.monotonic()
             batch = cluster.batch("collatz", "steps", collector="steps")
