@@ -83,7 +83,8 @@ class TaskSelf:
         definition, whole = _definition(task), task.tasks.definition
         found: Any = inspect.getattr_static(definition.cls, name, _MISSING)
         if isinstance(found, Handler):
-            target = task.tasks.target("", whole.handlers[name], whole.by_key[found.key])
+            own = found if definition is whole else whole.by_key[found.key]  # of a keyed class
+            target = task.tasks.target("", whole.handlers[name], own)
             task.tasks.members[name] = target
             return _own_handler(task, target)
         if isinstance(found, Peer | Peers):

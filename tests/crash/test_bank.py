@@ -67,6 +67,7 @@ def test_a_moment_of_the_past_and_who_waited_then(home: Path) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(320)
 def test_the_notebook_answers_an_operators_questions(home: Path) -> None:
     cells = json.loads((BANK / "operator.ipynb").read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
@@ -76,7 +77,7 @@ def test_the_notebook_answers_an_operators_questions(home: Path) -> None:
         input=code,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         cwd=BANK,
         env=environment,
     )

@@ -25,6 +25,7 @@ class AtTerminal:
 
     def __init__(self, argv: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self._ours, theirs = os.openpty()
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
         self.process = subprocess.Popen(
             list(argv),
@@ -34,7 +35,7 @@ class AtTerminal:
             stderr=theirs,
             start_new_session=True,
             preexec_fn=take_terminal,
-            env={**os.environ, "TERM": "xterm", "PYTHONUNBUFFERED": "", **(environment or {})},
+            env={**inherited, "TERM": "xterm", "PYTHONUNBUFFERED": "", **(environment or {})},
         )
         self.terminal = theirs  # kept open, so that the last output stays readable
         self.screen = ""

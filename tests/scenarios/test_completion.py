@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
-from immortal.cli import commands
+from immortal import cli
 from tests.helpers.projects import immortal
 
 BIN = Path(sys.executable).parent
@@ -49,9 +49,9 @@ def test_commands_options_and_names_of_instances(tmp_path: Path) -> None:
     assert completed(tmp_path, "--home", "elsewhere", "run", "s") == []
 
 
-@pytest.mark.parametrize("name", sorted(commands._MODULES))
+@pytest.mark.parametrize("name", sorted(cli._MODULES))
 def test_each_command_is_in_its_module_and_its_summary_fits_a_line(name: str) -> None:
-    module, summary = commands._MODULES[name]
+    module, summary = cli._MODULES[name]
     assert isinstance(getattr(importlib.import_module(module), name.replace("-", "_")), click.Command)
     assert len(summary) <= 80 - len("  coordinator  ")
 

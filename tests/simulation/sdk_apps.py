@@ -281,8 +281,8 @@ class BusyCopies(Copies):
         if self.rewinds > REWINDS_MAX:
             raise Violation(f"the app of {self._name} is rewound for ever for one record")
 
-    def add(self, record: Record, *, rewound: bool) -> bool:
-        wanted = super().add(record, rewound=rewound)
+    def add(self, record: Record, *, rewound: bool, undo_size_bytes: int = 0) -> bool:
+        wanted = super().add(record, rewound=rewound, undo_size_bytes=undo_size_bytes)
         copy = self.current
         return wanted or (copy is not None and len(copy.tail) > self._records_max)
 
