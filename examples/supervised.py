@@ -320,7 +320,12 @@ def final_state(home: Path, name: str, folder: Path) -> Any:
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RunError(f"{name} can't be replayed: {result.stderr.strip()}")
-    return json.loads(result.stdout)["state"]["state"]
+    return json.loads(result.stdout, object_hook=_mapping)["state"]["state"]
+
+
+def _mapping(shown: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping of a state. One with a key such as "$x" is shown as a list of pairs."""
+    return dict(shown["$map"]) if shown.keys() == {"$map"} else shown
 
 
 def conclude(

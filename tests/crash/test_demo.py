@@ -19,7 +19,7 @@ LINES = 60_000
 
 def write_input(folder: Path, seed: int) -> list[str]:
     rng = random.Random(seed)
-    words = [f"word{number}" for number in range(500)] + ["zähler", "\f", "x" * 300]
+    words = [f"word{number}" for number in range(500)] + ["zähler", "\f", "x" * 300, "$word"]
     paths = []
     for part in range(3):
         path = folder / f"part{part}.txt"
