@@ -15,6 +15,7 @@ import errno
 import hashlib
 import io
 import os
+import re
 import stat
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 CHUNK_SIZE_BYTES = 4 << 20
 STORE_VARIABLE = "IMMORTAL_FILE_STORE"
 FOLDER_NAME = ".files"  # in a home; no instance has such a name
-_INCOMING = "incoming"
+_INCOMING, _REMOVED = "incoming", ".removed."
+_OWN_NAME = re.compile(rf"sha256-[0-9a-f]{{64}}|\.{_INCOMING}\.[0-9a-f]{{16}}")
+"""Names that a store gives. Others in its folder or bucket are not its own, and no removal sees them."""
 
 
 class StoredFile(Struct, frozen=True):
@@ -198,13 +201,18 @@ class FolderStore:
     def listed(self) -> list[Listed]:
         if not self._folder.is_dir():
             return []
+        for aside in self._folder.glob(
+            f"{_REMOVED}sha256-*"
+        ):  # a crash interrupted its removal: it may be in use again
+            path = self._folder / aside.name.removeprefix(_REMOVED)
+            aside.unlink() if path.exists() else os.replace(aside, path)
         with os.scandir(self._folder) as entries:
-            found = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+            found = [(one.name, one.stat()) for one in entries if one.is_file() and _OWN_NAME.fullmatch(one.name)]
         return [Listed(name, status.st_size, status.st_mtime) for name, status in found]
 
     def remove_before(self, name: str, time_s: float) -> None:
         """Remove a file, unless it was stored at ``time_s`` or later, perhaps just now. Raises OSError."""
-        path, aside = self._folder / name, self._folder / f".removed.{name}"
+        path, aside = self._folder / name, self._folder / f"{_REMOVED}{name}"
         os.replace(path, aside)
         if aside.stat().st_mtime < time_s:
             aside.unlink()
@@ -245,7 +253,7 @@ class BucketStore:
             raise _missing(name, self.where) from None
 
     def listed(self) -> list[Listed]:
-        return [Listed(*one) for one in self._objects.listed()]
+        return [Listed(*one) for one in self._objects.listed() if _OWN_NAME.fullmatch(one.name)]
 
     def remove_before(self, name: str, time_s: float) -> None:
         self._objects.remove([name])

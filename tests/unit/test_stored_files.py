@@ -186,6 +186,24 @@ def test_a_file_that_is_stored_again_is_not_removed(folder: Path) -> None:
     assert store.listed() == []
 
 
+def test_files_of_others_in_the_same_place_are_not_seen(any_store: Path) -> None:
+    stored = store_chunks([b"data"])
+    for name in ("holiday.jpg", f"{stored.name}.bak", "sha256-short"):
+        (any_store / name).write_bytes(b"mine")
+    assert [one.name for one in file_store().listed()] == [stored.name]
+
+
+@pytest.mark.parametrize("is_stored_again", [False, True])
+def test_a_removal_that_a_crash_interrupted_loses_nothing(folder: Path, is_stored_again: bool) -> None:
+    stored = store_chunks([b"data"])
+    os.replace(folder / stored.name, folder / f".removed.{stored.name}")
+    if is_stored_again:
+        store_chunks([b"data"])
+    assert [one.name for one in file_store().listed()] == [stored.name]
+    assert content_of(stored) == b"data"
+    assert os.listdir(folder) == [stored.name]
+
+
 # --- services ---------------------------------------------------------------------------------------------------------
 
 
