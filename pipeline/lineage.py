@@ -30,9 +30,12 @@ PRODUCER = "https://pypi.org/project/immortal-services"
 def reported(job: str, inputs: Iterable[str], outputs: Iterable[str]) -> Iterator[None]:
     """Report the block as a run of ``job``. ``inputs``, ``outputs``: folders and URLs.
 
-    A receiver that fails does not fail the job: stderr says so once.
+    A receiver that fails does not fail the job: stderr says so once. Raises FailedError if the settings are wrong.
     """
-    client, failed = OpenLineageClient(), False
+    try:
+        client, failed = OpenLineageClient(), False
+    except Exception as error:  # whatever its parser raises
+        raise FailedError(f"--lineage: OpenLineage's client does not take its settings: {error}") from None
     run = str(generate_new_uuid())
     whole = Job(namespace=os.environ.get("OPENLINEAGE_NAMESPACE", "immortal"), name=f"immortal pipeline {job}")
     reads = [InputDataset(*dataset_name(one)) for one in inputs]

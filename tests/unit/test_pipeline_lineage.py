@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from immortal.pipeline.lineage import dataset_name, reported
+from immortal.protocol.command_line import FailedError
 
 
 class Receiver(HTTPServer):
@@ -74,6 +75,12 @@ def test_a_receiver_that_fails_does_not_fail_the_job(receiver: Receiver, capsys:
     with reported("audit", [], []):
         pass
     assert capsys.readouterr().err.count("OpenLineage's receiver did not take an event") == 1
+
+
+def test_settings_that_are_wrong_are_refused_before_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENLINEAGE_URL", "nonsense")
+    with pytest.raises(FailedError, match=r"does not take its settings: .*nonsense"), reported("audit", [], []):
+        pytest.fail("the job ran")
 
 
 @pytest.mark.parametrize(
