@@ -32,24 +32,24 @@ _COMMANDS = {
         "checkpoint": ("immortal.cli.operations", "Take a checkpoint of a running instance now."),
         "pause": ("immortal.cli.operations", "Pause an instance; its input is logged and waits."),
         "resume": ("immortal.cli.operations", "Resume a paused instance."),
-        "forget": ("immortal.cli.forget", "Forget a person: destroy the key of all data about them."),
+        "forget": ("immortal.cli.forget", "Make the data of a person unreadable, in every copy."),
         "upgrade": ("immortal.cli.operations", "Upgrade an instance to another version at its next start."),
         "migrate": ("immortal.cli.lifecycle", "Move an instance to a standby on another machine."),
     },
     "Observe": {
         "status": ("immortal.cli.status", "Show instances: phase, position, checkpoint, streams."),
-        "health": ("immortal.cli.status", "Report whether an instance is well; exit status for probes."),
+        "health": ("immortal.cli.status", "Check that an instance is healthy, for probes."),
         "top": ("immortal.cli.top", "Watch instances and streams live, with rates."),
         "web": ("immortal.web.command", "Serve a web page of all instances."),
         "log": ("immortal.cli.log", "Show, check, copy or compare logs."),
         "sql": ("immortal.cli.sql", "Run an SQL query over logs and states."),
         "trace": ("immortal.cli.trace", "Export traces for Perfetto or OpenTelemetry."),
-        "executions": ("immortal.cli.executions", "List what has run and what waits, by key."),
+        "executions": ("immortal.cli.executions", "List executions of handlers; cancel, signal, restart them."),
         "handlers": ("immortal.cli.handlers", "List async handlers that wait, and for what."),
         "dead-letters": ("immortal.cli.dead_letters", "List failed calls that nobody waits for."),
         "peers": ("immortal.cli.peers", "Show and repair an instance's links to its peers."),
-        "clock": ("immortal.cli.operations", "Show an instance's clock, and a jump it holds back."),
-        "audit": ("immortal.cli.access", "Show refused callers and what operators did."),
+        "clock": ("immortal.cli.operations", "Show an instance's clock, and pending clock jumps."),
+        "audit": ("immortal.cli.access", "Show admitted and refused callers, and operators' actions."),
         "doctor": ("immortal.cli.doctor", "Check the installation and this machine for problems."),
     },
     "Call": {
@@ -60,12 +60,12 @@ _COMMANDS = {
         "group": ("immortal.cli.handlers", "Show a multicast group; expel a dead member."),
     },
     "Replay": {
-        "replay": ("immortal.cli.replay", "Replay a log to any record and look at the state."),
-        "why": ("immortal.cli.replay", "Say which message and line gave a value what it is."),
-        "verify": ("immortal.cli.replay", "Check that a replay repeats what the instance did."),
+        "replay": ("immortal.cli.replay", "Replay a log to any record and show the state."),
+        "why": ("immortal.cli.replay", "Explain which message and line set a value."),
+        "verify": ("immortal.cli.replay", "Check that a replay gives the same calls and state."),
         "what-if": ("immortal.cli.what_if", "Compare what other code would have done with the log."),
-        "sample": ("immortal.cli.sample", "Make a small fleet for tests out of a large one."),
-        "recover": ("immortal.cli.recovery", "Check what a recovery would do, and what is damaged."),
+        "sample": ("immortal.cli.sample", "Extract a small fleet for tests from a large one."),
+        "recover": ("immortal.cli.recovery", "Check whether an instance can recover, and what is damaged."),
         "skip": ("immortal.cli.recovery", "Skip one message of the log: its call fails."),
     },
     "Fleet": {
@@ -73,7 +73,7 @@ _COMMANDS = {
         "keys": ("immortal.cli.access", "Show, renew or revoke keys of instances and callers."),
         "archive": ("immortal.cli.archive", "Copy a log to object storage as it grows."),
         "restore": ("immortal.cli.archive", "Restore a log from an archive, at any moment."),
-        "files": ("immortal.cli.files", "Store files for calls; remove those that no log names."),
+        "files": ("immortal.cli.files", "Store files for calls; remove unused ones."),
         "pipeline": ("immortal.pipeline.cli", "Run Spark jobs over the logs of a fleet."),
         "bench": ("immortal.bench.cli", "Measure calls between two services here."),
     },
@@ -118,10 +118,11 @@ class _Main(Commands):
 @click.option(
     "--home",
     envvar=HOME_VARIABLE,
+    show_envvar=True,
     default=HOME_DEFAULT,
     show_default=True,
     type=click.Path(file_okay=False),
-    help=f"The registry folder, or postgresql://USER@HOST/DATABASE for one of many machines; or set {HOME_VARIABLE}.",
+    help="Registry folder, or postgresql://USER@HOST/DATABASE for a registry that many machines share.",
 )
 @click.version_option(
     package_name=distribution.NAME,
@@ -135,4 +136,4 @@ def main(ctx: click.Context, home: str) -> None:
     ctx.obj = registry = Registry(home)
     shared_registry.chosen_home = registry.home if registry.copy is None else registry.copy.url
     if registry.copy is not None and registry.copy.problem:
-        echo(f"{registry.copy.problem}; the registry as it was last is in {registry.home}", err=True)
+        echo(f"{registry.copy.problem}; the last known registry, in {registry.home}, is used", err=True)

@@ -22,20 +22,24 @@ from immortal.coordinator.peers.security import Keyring
 from immortal.protocol.command_line import echo, echo_json, echo_lines, json_option
 
 _MADE = "made keys"
-_ROTATED = "added a key: once all peers know it, 'immortal keys {name} --retire' puts it in the place of the first"
-_RETIRED = "retired the first key, for good"
+_ROTATED = "added a key: once all peers know it, run 'immortal keys {name} --retire' to replace the first key"
+_RETIRED = "removed the first key"
 
 
 @click.command()
 @click.argument("name", required=False, callback=instance_name)
-@click.option("--make", is_flag=True, help="Make keys where there are none, and write the public file anew.")
-@click.option("--rotate", is_flag=True, help="Add a key. Peers accept both from then on; the first stays in use.")
-@click.option("--retire", is_flag=True, help="Remove the first key, for good; the added one takes its place.")
-@click.option("--client", is_flag=True, help="NAME is no instance: a client that calls some.")
-@click.option("--operator", is_flag=True, help="NAME is no instance: a person who operates some.")
-@click.option("--expires", type=click.DateTime(["%Y-%m-%d"]), help="The last day of the key that is made or added.")
-@click.option("--fleet", type=click.Path(dir_okay=False, path_type=Path), help="Instead of NAME: all of this file.")
-@click.option("--check", is_flag=True, help="With --fleet: only say what is missing, foreign, shared, or too old.")
+@click.option("--make", is_flag=True, help="Create missing keys, and rewrite the public key file.")
+@click.option("--rotate", is_flag=True, help="Add a key. Peers accept both; the first stays in use.")
+@click.option("--retire", is_flag=True, help="Remove the first key; the added one replaces it.")
+@click.option("--client", is_flag=True, help="NAME is a client, not an instance.")
+@click.option("--operator", is_flag=True, help="NAME is an operator, not an instance.")
+@click.option("--expires", type=click.DateTime(["%Y-%m-%d"]), help="Last day on which the new key is valid.")
+@click.option(
+    "--fleet",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Apply to all members listed in this file, instead of NAME.",
+)
+@click.option("--check", is_flag=True, help="With --fleet: only report missing, foreign, shared or expired keys.")
 @json_option
 @pass_registry
 def keys(
@@ -51,27 +55,29 @@ def keys(
     check: bool,
     as_json: bool,
 ) -> None:
-    """Show the public keys of an instance and of those that may call it, and where they come from.
+    """Show the public keys of an instance and of its callers, and the file of each.
 
-    Running coordinators see changes within a second or two; they go on meanwhile.
+    Running coordinators pick up changes within two seconds, without a restart.
     """
     if make + rotate + retire > 1:
-        raise click.UsageError("--make, --rotate and --retire go one at a time")
+        raise click.UsageError("--make, --rotate and --retire can't be combined")
     if fleet is not None:
         if name is not None or rotate or retire or client or operator or expires or make == check:
-            raise click.UsageError("--fleet FILE goes with --make or --check, and with nothing else but --json")
+            raise click.UsageError(
+                "--fleet FILE needs --make or --check, and can't be combined with other options but --json"
+            )
         _fleet(fleet, make=make, as_json=as_json)
         return
     if name is None or check:
-        raise click.UsageError("--check goes with --fleet" if check else "Missing argument 'NAME', or --fleet FILE.")
+        raise click.UsageError("--check needs --fleet" if check else "Missing argument 'NAME', or --fleet FILE.")
     if expires is not None and not (make or rotate):
-        raise click.UsageError("--expires goes with --make or --rotate")
+        raise click.UsageError("--expires needs --make or --rotate")
     last_day = None if expires is None else expires.date()
     if client and operator:
-        raise click.UsageError("--client and --operator go one at a time")
+        raise click.UsageError("--client and --operator can't be combined")
     role = Role.CLIENT if client else Role.OPERATOR if operator else Role.INSTANCE
     if role is not Role.INSTANCE and registry.path(name).exists():
-        raise click.UsageError(f"{name!r} is an instance: leave --{role} out")
+        raise click.UsageError(f"{name!r} is an instance: omit --{role}")
     folder = registry.load(name).folder if role is Role.INSTANCE else registry.home / name
     done = ""
     if make:
@@ -108,7 +114,7 @@ def _fleet(file: Path, *, make: bool, as_json: bool) -> None:
     else:
         echo_lines((*done, *problems))
         if not problems:
-            echo(f"{len(fleet.members)} members in {len(fleet.homes)} folders: all keys fit")
+            echo(f"{len(fleet.members)} members in {len(fleet.homes)} folders: all keys match")
     sys.exit(1 if problems else 0)
 
 
@@ -165,7 +171,7 @@ def _json(settings: InstanceSettings, pairs: tuple[KeyPair, ...], callers: list[
 
 def _print_pairs(name: str, folder: Path, pairs: tuple[KeyPair, ...]) -> None:
     dates = {known.key: known for known in key_files.read_public_file(folder).keys}
-    for pair, state in zip(pairs, ("in use", "to be used next"), strict=False):
+    for pair, state in zip(pairs, ("in use", "used next"), strict=False):
         known = dates.get(pair.public) or key_files.PublicKey(pair.public)
         made = f", made {known.made}" if known.made else ""
         expires = f", expires {known.expires}" if known.expires else ""
@@ -180,11 +186,11 @@ def _print(
 ) -> None:
     name = settings.name
     if not pairs:
-        echo(f"{name} has no keys: its peers reach it in plain ('immortal keys {name} --make')")
+        echo(f"{name} has no keys: its connections are not encrypted ('immortal keys {name} --make')")
     _print_pairs(name, settings.folder, pairs)
     announced, own = key_files.read_public_keys(settings.folder), tuple(pair.public for pair in pairs)
     if pairs and not (announced == own if registry.copy is None else set(own) <= set(announced)):
-        echo(f"  the public file differs: 'immortal keys {name} --make' writes it anew")
+        echo(f"  the public file differs: run 'immortal keys {name} --make' to rewrite it")
     who = "every instance of the registry" if settings.allow is None else f"allow in {registry.path(name)}"
     echo(f"callers: {who}")
     for row in callers:
@@ -195,14 +201,14 @@ def _print(
             may = "" if row["methods"] is None else f"; may call {', '.join(row['methods']) or 'nothing'}"
             echo(f"  {row['name']}{role}: {', '.join(row['keys'])}  from {row['from']}{may}")
         else:
-            refused = ", and so may not call" if pairs else ""
+            refused = ", so its calls are refused" if pairs else ""
             echo(f"  {row['name']}: no key{refused}")
     running = control.running(settings.folder)
     if running is not None and pairs:
-        echo(f"its coordinator runs, as process {running.pid}")
+        echo(f"its coordinator is running as process {running.pid}")
 
 
-# audit: admissions, refusals and operators' acts, and if a line of them was changed later.
+# audit: admitted and refused callers, operators' actions, and whether a line was changed later.
 
 
 _FRONT = ("time", "what", "previous")
@@ -210,17 +216,17 @@ _FRONT = ("time", "what", "previous")
 
 @click.command()
 @name_argument
-@click.option("--verify", is_flag=True, help="Only say whether the lines are those that were written.")
-@click.option("--head", metavar="HASH", help="With --verify: the line with this hash must be there too.")
+@click.option("--verify", is_flag=True, help="Only check that no line was changed or removed.")
+@click.option("--head", metavar="HASH", help="With --verify: also check that the line with this hash exists.")
 @json_option
 @pass_registry
 def audit(registry: Registry, name: str, verify: bool, head: str | None, as_json: bool) -> None:
-    """Show who was let in, who was refused, and what operators did with NAME.
+    """Show admitted and refused callers of NAME, and what its operators did.
 
-    Each line names the hash of the one before; the exit status is 1 where one does not fit.
+    Each line contains the hash of the previous line. Exit status: 1 if a hash does not match.
     """
     if head is not None and not verify:
-        raise click.UsageError("--head goes with --verify")
+        raise click.UsageError("--head needs --verify")
     folder = registry.load(name).folder
     count, newest, first_problem, head_found = 0, "", "", head is None
     for line in audit_log.lines(folder):
@@ -235,13 +241,13 @@ def audit(registry: Registry, name: str, verify: bool, head: str | None, as_json
         else:
             echo(_in_words(line))
     if not first_problem and not head_found:
-        first_problem = f"no line has the hash {head}: lines were removed, or it is another instance's"
+        first_problem = f"no line has the hash {head}: lines were removed, or the hash is of another instance"
     if verify and as_json:
         echo_json({"sound": not first_problem, "lines": count, "head": newest, "problem": first_problem or None})
     elif first_problem:
         echo(f"error: {first_problem}", err=True)
     elif verify:
-        echo(f"sound: {count} lines; the newest has the hash {newest}" if count else "sound: there is no line yet")
+        echo(f"sound: {count} lines; the newest has the hash {newest}" if count else "sound: no lines yet")
     elif not count:
         echo(f"nothing to show: {name} has no audit log yet", err=True)
     sys.exit(1 if first_problem else 0)

@@ -36,22 +36,28 @@ _KEY_FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("name", required=False, callback=instance_name, shell_complete=complete_instance)
 @click.option("--to", "url", required=True, metavar="URL", help="s3://BUCKET/PATH, gs://, az:// or file:///PATH.")
-@click.option("--once", is_flag=True, help="Archive what is new now, and end.")
-@click.option("--show", is_flag=True, help="Say what is there and what is at risk; of all instances without NAME.")
+@click.option("--once", is_flag=True, help="Archive what is new, then exit.")
+@click.option("--show", is_flag=True, help="Show what is archived and what is not yet; of all instances without NAME.")
 @click.option(
     "--every-s", type=click.FloatRange(min=0.1), default=10.0, show_default=True,
-    help="Archive what is new so often, in seconds.",
+    help="Seconds between two uploads.",
 )  # fmt: skip
 @click.option(
     "--segment-mb", type=click.FloatRange(min=0.01, max=1024), default=16.0, show_default=True,
-    help="And once so many MiB have come: an object of records is about as large.",
+    help="Also upload when the log has grown by this many MiB: about the size of one object.",
 )  # fmt: skip
-@click.option("--keep-days", type=click.FloatRange(min=0), help="Any moment of so many days can be restored; older go.")
 @click.option(
-    "--keep-mb", type=click.IntRange(min=0), help="At most so many MiB, where the newest moment needs no more."
+    "--keep-days", type=click.FloatRange(min=0), help="Keep every moment of the last days; delete older ones."
 )
-@click.option("--key-file", type=_KEY_FILE, metavar="FILE", help="Encrypt for these age keys; public ones are enough.")
-@click.option("--anew", is_flag=True, help="This log is the right one, where the archive has another history of it.")
+@click.option(
+    "--keep-mb", type=click.IntRange(min=0), help="Largest size of the archive, unless the newest moment needs more."
+)
+@click.option(
+    "--key-file", type=_KEY_FILE, metavar="FILE", help="File with the age keys to encrypt for; public keys suffice."
+)
+@click.option(
+    "--anew", is_flag=True, help="Continue although the archive has another history of this log: this log is right."
+)
 @json_option
 @pass_registry
 def archive(
@@ -68,10 +74,10 @@ def archive(
     anew: bool,
     as_json: bool,
 ) -> None:
-    """Ship the log of NAME to object storage as it grows, and say what is there.
+    """Copy the log of NAME to object storage as it grows, or show what is there.
 
-    It goes on until Ctrl-C or SIGTERM. The instance may run, and notices nothing. A store that is away is waited for.
-    Credentials come from the environment, as the store's own tools take them (AWS_ACCESS_KEY_ID and others).
+    Runs until Ctrl-C or SIGTERM, also beside a running instance. If the store is unreachable, the command waits.
+    Credentials come from the environment, as for the store's own tools (AWS_ACCESS_KEY_ID and others).
     """
     if show:
         _show(registry, name, url, as_json)
@@ -79,7 +85,7 @@ def archive(
     if name is None:
         raise click.UsageError("give the NAME of an instance, or --show")
     if as_json and not once:
-        raise click.UsageError("--json goes with --once or --show")
+        raise click.UsageError("--json needs --once or --show")
     settings = settings_with_log(registry, name)
     there = _archive(url, name, key_file)
     from immortal.coordinator.archive.follower import Follower, Options
@@ -209,7 +215,7 @@ def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> N
         f" {time_text(oldest.time_ns)}; {size_text(size_bytes)}"
     )
     if risk is None:
-        echo("  at risk: not known here: its log is elsewhere; what was acknowledged since that time")
+        echo("  at risk: unknown, since its log is on another machine; at most what was acknowledged since that time")
     else:
         echo(f"  at risk: {counted(risk['records'], 'record')}, the oldest {risk['seconds']:.1f} s old")
 
@@ -236,19 +242,21 @@ def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, A
 @click.argument("name", required=False, callback=instance_name, shell_complete=complete_instance)
 @click.option(
     "--until", type=Moment(), metavar="RECORD|TIME",
-    help="The last archived moment up to this record or time (UTC unless it says).  [default: the newest]",
+    help="Restore the last archived moment up to this record or time (UTC by default).  [default: the newest]",
 )  # fmt: skip
-@click.option("--key-file", type=_KEY_FILE, metavar="FILE", help="With the secret age key, of an encrypted archive.")
+@click.option(
+    "--key-file", type=_KEY_FILE, metavar="FILE", help="File with the secret age key of an encrypted archive."
+)
 @json_option
 @pass_registry
 def restore(
     registry: Registry, url: str, name: str | None, until: int | Time | None, key_file: Path | None, as_json: bool
 ) -> None:
-    """Bring a log back from an archive, as of its end or of an earlier moment.
+    """Restore a log from an archive, as of its end or of an earlier moment.
 
-    It is made where the settings of NAME say; NAME is needed where the archive at URL has several. It is registered
-    here, as it was before: settings and keys are not in the archive. Where it has a log already nothing is done. All
-    that comes back is verified.
+    The log is created at the place that the settings of NAME give. NAME is needed if the archive at URL has several
+    logs, and must be registered here: the archive contains no settings and no keys. An existing log is never
+    overwritten. All restored data is verified.
     """
     name = name or _only_name(url)
     settings = registry.load(name)
@@ -285,9 +293,9 @@ def restore(
     behind = moments[-1].last_sequence_id - moment.last_sequence_id
     if behind > 0:
         echo(f"{counted(behind, 'later record')} of the archive are left out, up to {time_text(moments[-1].time_ns)}")
-    echo(f"what {name} acknowledged behind record {moment.last_sequence_id} is lost to it: its peers know what that is")
-    echo(f"make sure that {name} runs nowhere else; then 'immortal run {name}', and if a peer refuses it,")
-    echo(f"'immortal peers reclaim {name}' says what was lost, and lets it go on")
+    echo(f"what {name} acknowledged after record {moment.last_sequence_id} is lost; its peers know what that was")
+    echo(f"make sure that {name} runs nowhere else, then start it: 'immortal run {name}'. If a peer refuses it,")
+    echo(f"'immortal peers reclaim {name}' lists what was lost and lets it continue")
 
 
 def _only_name(url: str) -> str:

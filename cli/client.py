@@ -45,11 +45,13 @@ def _instance_and_key(ctx: click.Context, parameter: click.Parameter, value: str
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for the reply.",
+    help="How long to wait for the answer.",
 )
-@click.option("--key", help="With it the call is one request, however often the command is run.")
-@click.option("--query", is_flag=True, help="METHOD is a @query: it is asked between two handlers, and not logged.")
-@click.option("--start", "start_only", is_flag=True, help="Print the call's ID once it is logged, not its result.")
+@click.option("--key", help="Idempotency key: the call is executed once, however often the command is run.")
+@click.option("--query", is_flag=True, help="METHOD is a @query: it is answered without being logged.")
+@click.option(
+    "--start", "start_only", is_flag=True, help="Do not wait for the result: print the call's ID once it is logged."
+)
 @pass_registry
 def call(
     registry: Registry,
@@ -63,12 +65,14 @@ def call(
 ) -> None:
     """Call METHOD of an instance, and print what it returns, as JSON.
 
-    Each ARGUMENT is JSON; what is none is taken as text: immortal call counter add 5 word '["a", "b"]'
+    Each ARGUMENT is JSON, or else plain text: immortal call counter add 5 word '["a", "b"]'
 
-    A key of a keyed class stands behind the name: immortal call 'carts[ann]' add tea 2
+    For a keyed class, give the key after the name: immortal call 'carts[ann]' add tea 2
     """
     if query and (key is not None or start_only):
-        raise click.UsageError("a query takes no --key and no --start: it is asked anew each time, and changes nothing")
+        raise click.UsageError(
+            "--query can't be combined with --key or --start: a query changes nothing and is not logged"
+        )
     called, keys = name
     is_here = any(registry.path(one).exists() for one in (called, f"{called}-1"))
     endpoints = () if is_here else (registry.resolve(called),)  # raises with the known names
@@ -95,7 +99,7 @@ def _as_json(method: str, value: Any) -> str:
         except (TypeError, ValueError):  # keys that are arrays, integers of thousands of digits
             return json.dumps(to_json(tree(value)), ensure_ascii=False)
     except RecursionError:
-        raise FailedError(f"what {method} returned is nested too deeply to be shown as JSON") from None
+        raise FailedError(f"the result of {method} is nested too deeply to be shown as JSON") from None
 
 
 def _keyed(instance: Any, key: str) -> Any:
@@ -129,19 +133,19 @@ _all_option = click.option("--all", "all_of_them", is_flag=True, help="All dead 
 
 @click.group(cls=Commands)
 def queue() -> None:
-    """Look at a queue of tasks, try its dead letters again, drop tasks. The queue must be running."""
+    """Show a queue of tasks, retry its dead letters, drop tasks. The queue must be running."""
 
 
 @queue.command()
 @name_argument
 @click.argument("task", required=False, type=click.IntRange(1, (1 << 63) - 1))
 @click.option(
-    "--state", type=click.Choice(STATES), default="dead", show_default=True, help="Tasks in which state are listed."
+    "--state", type=click.Choice(STATES), default="dead", show_default=True, help="List the tasks in this state."
 )
 @json_option
 @pass_registry
 def show(registry: Registry, name: str, task: int | None, state: str, as_json: bool) -> None:
-    """Show how many tasks there are, the workers, and the dead letters; or all of one TASK."""
+    """Show the number of tasks, the workers and the dead letters; or the details of one TASK."""
     if task is not None:
         found = _ask(registry, name, "task", task)
         if as_json:
@@ -157,7 +161,7 @@ def show(registry: Registry, name: str, task: int | None, state: str, as_json: b
     if overview["late_replies"] or overview["dead_forgotten"]:
         echo(
             f"late replies dropped: {overview['late_replies']:,}; "
-            f"dead letters forgotten for want of room: {overview['dead_forgotten']:,}"
+            f"dead letters removed for lack of space: {overview['dead_forgotten']:,}"
         )
     _print_tables(overview)
 
@@ -168,7 +172,7 @@ def show(registry: Registry, name: str, task: int | None, state: str, as_json: b
 @_all_option
 @pass_registry
 def retry(registry: Registry, name: str, tasks: Sequence[int], all_of_them: bool) -> None:
-    """Let dead letters wait again, with all their tries. If one of those named is none, nothing is done."""
+    """Put dead letters back into the queue, with all their tries. Does nothing if one TASK is no dead letter."""
     count = _ask(registry, name, "retry", _chosen(tasks, all_of_them))
     echo(f"{name}: {counted(count, 'task')} retried")
 
@@ -177,7 +181,7 @@ def retry(registry: Registry, name: str, tasks: Sequence[int], all_of_them: bool
 @name_argument
 @_ids_argument
 @_all_option
-@click.option("--reason", default="", help="Who waits for the result is told this.")
+@click.option("--reason", default="", help="Reason that callers who wait for the result receive.")
 @click.option("--yes", is_flag=True, help="Drop without asking.")
 @pass_registry
 def drop(registry: Registry, name: str, tasks: Sequence[int], all_of_them: bool, reason: str, yes: bool) -> None:

@@ -36,9 +36,9 @@ _PORT = click.IntRange(1, 65535)
 @follow_option
 @click.option("--place", hidden=True, type=click.Path(path_type=Path), help="Of a follower; from 'immortal run'.")
 @click.option(
-    "--app-port", type=_PORT, help="With --follow: where the follower's app connects, in place of a Unix socket."
+    "--app-port", type=_PORT, help="With --follow: TCP port for the follower's app, instead of a Unix socket."
 )
-@click.option("--app-send-port", type=_PORT, help="With --follow: the second port of an app that uses two.")
+@click.option("--app-send-port", type=_PORT, help="With --follow: second port, for an app with two connections.")
 @start_option("replay_check")
 @start_option("metrics")
 @trust_pickle_option
@@ -58,14 +58,14 @@ def coordinator(
     log_level: Level,
     **options: Any,
 ) -> None:
-    """Run a coordinator alone, for an app that is started by other means.
+    """Run a coordinator alone, for an app that is started separately.
 
-    The app finds it by IMMORTAL_APP_ADDRESS, and its secret by IMMORTAL_APP_SECRET_FILE: HOME/NAME/app_secret. With
-    --follow both are in HOME/NAME/followers/1, or the next number: the first line says where. Once a follower has
-    taken over, apps find it where they find the instance, too.
+    The app needs IMMORTAL_APP_ADDRESS (the coordinator's address) and IMMORTAL_APP_SECRET_FILE (HOME/NAME/app_secret).
+    With --follow, socket and secret are in HOME/NAME/followers/1 or the next free number; the first line of output
+    gives the folder. After a takeover, apps can also connect at the instance's own address.
 
-    It ends with status 0 after a clean stop, 3 where its log can't be replayed as it is, 4 where another process writes
-    the log by now, and 1 after any other error.
+    Exit status: 0 after a clean stop, 3 if the log can't be replayed as it is, 4 if another process now writes the log,
+    1 after any other error.
     """
     from immortal.coordinator.instances.registry import claim_place, follower_settings
     from immortal.coordinator.notices import configure
@@ -78,7 +78,7 @@ def coordinator(
         raise click.UsageError("--app-send-port needs --app-port, the port that the app sends to")
     if app_port is not None and not follow:
         raise click.UsageError(
-            f"--app-port needs --follow: where the app of {name!r} itself connects is said by its settings (app_port)"
+            f"--app-port needs --follow: the port for the app of {name!r} itself is in its settings (app_port)"
         )
     if follow:
         folder = place or claim_place(settings).folder

@@ -43,27 +43,32 @@ MessageId = tuple[int, int]
 
 @click.group(cls=InstanceCommandGroup, invoke_without_command=True, subcommand_metavar="[COMMAND [ARGS]...]")
 @name_argument
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, without the messages: 'export' gives all.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, without the messages ('export' includes them).")
 @click.pass_context
 def dead_letters(ctx: click.Context, name: str, as_json: bool) -> None:
-    """Show the calls to NAME that failed and that nobody waits for: forks and impulses.
+    """List failed calls to NAME that nobody waits for: forks and impulses.
 
-    They are read from the log, also of a stopped instance. Each has an ID, SEQ:INDEX: its record, and which message of
-    that record it is.
+    They are read from the log, so the instance need not run. The ID of each is SEQ:INDEX: the number of its record,
+    and of the message in that record.
     """
     if ctx.invoked_subcommand is None:
         _list(settings_with_log(ctx.ensure_object(Registry), name), as_json)
     elif as_json:
-        raise click.UsageError("--json stands alone here: 'show' has its own, and 'export' gives JSON")
+        raise click.UsageError(
+            "--json can't be combined with a subcommand: 'show' has its own --json, and 'export' prints JSON"
+        )
 
 
 _pass_settings = pass_settings_of(settings_with_log)
 
 _app_option = click.option(
-    "--app", metavar="MODULE:CLASS", callback=app_name, help="The class that decodes arguments.  [default: its own]"
+    "--app",
+    metavar="MODULE:CLASS",
+    callback=app_name,
+    help="Class that decodes the arguments.  [default: the instance's own]",
 )
 _ids_argument = click.argument("ids", metavar="[ID]...", nargs=-1, callback=message_id)
-_all_option = click.option("--all", "all_of_them", is_flag=True, help="All that there are.")
+_all_option = click.option("--all", "all_of_them", is_flag=True, help="All dead letters.")
 
 
 def _list(settings: InstanceSettings, as_json: bool) -> None:
@@ -84,7 +89,7 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
 @json_option
 @_pass_settings
 def show(settings: InstanceSettings, wanted: MessageId, app: str | None, as_json: bool) -> None:
-    """Show one: from whom, when, why, with its arguments and where it was raised."""
+    """Show a dead letter: caller, time, reason, arguments and traceback."""
     with own_logs.open_reader(settings) as reader:
         letter = reader.letter((*wanted, 0, 0))
         if letter is None:
@@ -101,7 +106,7 @@ def show(settings: InstanceSettings, wanted: MessageId, app: str | None, as_json
 @_app_option
 @_pass_settings
 def export(settings: InstanceSettings, file: Path | None, app: str | None) -> None:
-    """Write all of them, one JSON object in each line, to a new FILE or to stdout."""
+    """Write all dead letters as JSON Lines to a new FILE, or to stdout."""
     decoder = decoder_for(app, settings.app)
     with contextlib.ExitStack() as opened:
         reader = opened.enter_context(own_logs.open_reader(settings))
@@ -119,9 +124,9 @@ def export(settings: InstanceSettings, file: Path | None, app: str | None) -> No
 @_all_option
 @_pass_settings
 def retry(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool) -> None:
-    """Hand them to the app again: each becomes a new input in the log, and is a dead letter no more.
+    """Give dead letters to the app again, each as a new input in the log.
 
-    The instance must be running. The exit status is 1 if one of them could not be retried.
+    The instance must be running. Exit status: 1 if one of them could not be retried.
     """
     answer = _ask(settings, "letters-retry", _chosen(settings, ids, all_of_them))
     retried, refused = answer.get("retried", 0), answer.get("refused") or {}
@@ -138,7 +143,7 @@ def retry(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: boo
 @click.option("--yes", is_flag=True, help="Drop without asking.")
 @_pass_settings
 def drop(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool, yes: bool) -> None:
-    """Forget them for good. The instance must be running."""
+    """Remove dead letters permanently. The instance must be running."""
     chosen = _chosen(settings, ids, all_of_them)
     if control.running(settings.folder) is None:
         raise FailedError(_not_running(settings))
@@ -154,7 +159,7 @@ def drop(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool
 
 def _chosen(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool) -> Values:
     if all_of_them == bool(ids):
-        raise click.UsageError("either IDs or --all: 'immortal dead-letters NAME' lists them")
+        raise click.UsageError("give either IDs or --all: 'immortal dead-letters NAME' lists them")
     if all_of_them:
         return {"all": True}
     with own_logs.open_reader(settings) as reader:
@@ -172,7 +177,7 @@ def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
 
 def _not_running(settings: InstanceSettings) -> str:
     return (
-        f"{settings.name!r} does not run, and only its coordinator may change its dead letters: start it with"
+        f"{settings.name!r} is not running, and only its coordinator can change its dead letters: start it with"
         f" 'immortal run {settings.name}'"
     )
 

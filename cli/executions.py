@@ -112,24 +112,26 @@ def _query_options(function: Function) -> Function:
         return function(*arguments, query=query, **options)
 
     for option in (
-        click.option("--text", default="", metavar="TEXT", help="With TEXT in the arguments."),
-        click.option("--until", type=Moment(), metavar="TIME", help="Begun at TIME or before."),
-        click.option("--since", type=Moment(), metavar="TIME", help="Begun at TIME or later."),
-        click.option("--caller", help="Called by: an instance, '~' and a client's ID, '' for itself."),
-        click.option("--handler", default="", help="Of this handler, such as ship or Shop.ship."),
-        click.option("--where", multiple=True, metavar="LABEL=VALUE", help="With this label; may be repeated."),
+        click.option("--text", default="", metavar="TEXT", help="Only those with TEXT in their arguments."),
+        click.option("--until", type=Moment(), metavar="TIME", help="Only those that started at TIME or before."),
+        click.option("--since", type=Moment(), metavar="TIME", help="Only those that started at TIME or later."),
+        click.option(
+            "--caller", help="Only those called by this instance, by ~CLIENT, or, with '', by the instance itself."
+        ),
+        click.option("--handler", default="", help="Only those of this handler, such as ship or Shop.ship."),
+        click.option("--where", multiple=True, metavar="LABEL=VALUE", help="Only those with this label; repeatable."),
     ):
         with_query = option(with_query)
     return with_query  # type: ignore[return-value]
 
 
 def _asking_options(function: Function) -> Function:
-    function = click.option("--yes", is_flag=True, help="Do it without asking.")(function)
-    return click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")(function)
+    function = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")(function)
+    return click.option("--dry-run", is_flag=True, help="Show what would be done, without doing it.")(function)
 
 
 _state_option = click.option(
-    "--state", default="", type=click.Choice(["", *STATES]), help="In this state.", metavar="|".join(STATES)
+    "--state", default="", type=click.Choice(["", *STATES]), help="Only those in this state.", metavar="|".join(STATES)
 )
 
 
@@ -137,18 +139,22 @@ _state_option = click.option(
 @click.argument("name", metavar="[NAME]...", required=False, callback=_names, shell_complete=complete_instance)
 @_query_options
 @_state_option
-@click.option("--limit", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Show so many.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Largest number to show."
+)
 @json_option
 @click.pass_context
 def executions(ctx: click.Context, name: list[str], query: Query, state: str, limit: int, as_json: bool) -> None:
-    """List what handlers of NAMEs, or of all instances, have run and what waits, the newest first.
+    """List executions of NAMEs, or of all instances, the newest first.
 
-    With an ID, show one with its steps. Listed are runs of 'async def' handlers, and calls of a 'def' with labels. The
-    instances need not run.
+    An execution is a run of an 'async def' handler, or a call of a 'def' handler with labels. With an ID, show one
+    execution and its steps. The instances need not run.
     """
     if ctx.invoked_subcommand is not None:
         if len(name) != 1:
-            raise click.UsageError(f"{ctx.invoked_subcommand}: one NAME was expected in front, not {len(name)}")
+            raise click.UsageError(
+                f"{ctx.invoked_subcommand}: exactly one NAME was expected before it, not {len(name)}"
+            )
         ctx.params["name"] = name[0]
         return
     query.state, query.limit = state, limit + 1
@@ -160,12 +166,12 @@ def executions(ctx: click.Context, name: list[str], query: Query, state: str, li
         return
     _print([one for _, one in found[:limit]], None if len(name) == 1 else [of for of, _ in found[:limit]])
     if len(found) > limit:
-        echo(f"... and more: --limit shows more than {limit}, --until older ones")
+        echo(f"... and more: show more than {limit} with --limit, or older ones with --until")
 
 
 def _print(found: list[Execution], of: list[str] | None = None) -> None:
     if not found:
-        echo("no execution is like that")
+        echo("no execution matches")
         return
     rows = [execution_row(one) for one in found]
     if of is not None:
@@ -178,12 +184,14 @@ _id_argument = click.argument("wanted", metavar="ID")
 
 @executions.command()
 @_id_argument
-@click.option("--states", "shows_states", is_flag=True, help="Replay, and show how the state has changed meanwhile.")
+@click.option(
+    "--states", "shows_states", is_flag=True, help="Replay the log, and show how the execution changed the state."
+)
 @json_option
 @_pass_settings
 @click.pass_obj
 def show(registry: Registry, settings: InstanceSettings, wanted: str, shows_states: bool, as_json: bool) -> None:
-    """Show one: its steps, effects with their attempts, calls across services, what it waits for."""
+    """Show an execution: its steps, effects with attempts, calls to other services, and what it waits for."""
     view = execution_view(registry, settings, key_of_id(wanted))
     states = _states(registry, settings.name, view["execution"]) if shows_states else None
     if as_json:
@@ -227,9 +235,9 @@ _ids_argument = click.argument("ids", nargs=-1, metavar="[ID]...")
 def cancel(
     settings: InstanceSettings, ids: tuple[str, ...], query: Query, reason: str, dry_run: bool, yes: bool
 ) -> None:
-    """Cancel those of the IDs, or all that wait and are like that, as 'immortal handlers NAME cancel' each.
+    """Cancel the executions with these IDs, or all waiting ones that match, as 'immortal handlers NAME cancel'.
 
-    They are shown first. Each order is in the log and in the audit. The exit status is 1 if not all were carried out.
+    They are shown first. Each request is logged and audited. Exit status: 1 if one of them was not carried out.
     """
     _order_all(settings, "cancel", query, ids, {"reason": reason}, dry_run=dry_run, yes=yes)
 
@@ -243,9 +251,9 @@ def cancel(
 def terminate(
     settings: InstanceSettings, ids: tuple[str, ...], query: Query, reason: str, dry_run: bool, yes: bool
 ) -> None:
-    """End those that catch their cancellation and go on, as 'immortal handlers NAME terminate' each.
+    """End executions that ignore their cancellation, as 'immortal handlers NAME terminate'.
 
-    None of their code runs any more, not even a 'finally'. The rest is as with 'cancel'.
+    No further code of theirs runs, not even a 'finally'. Otherwise like 'cancel'.
     """
     _order_all(settings, "terminate", query, ids, {"reason": reason}, dry_run=dry_run, yes=yes)
 
@@ -257,7 +265,7 @@ def terminate(
 @_asking_options
 @_pass_settings
 def signal(settings: InstanceSettings, event: str, value: str, query: Query, dry_run: bool, yes: bool) -> None:
-    """Give all that wait and are like that the EVENT, with VALUE, which is JSON: as 'immortal handlers NAME signal'."""
+    """Send EVENT with VALUE (JSON) to all waiting executions that match, as 'immortal handlers NAME signal'."""
     given = {"event": event, "value": json_argument("VALUE", value)}
     _order_all(settings, "signal", query, (), given, dry_run=dry_run, yes=yes)
 
@@ -266,9 +274,13 @@ def signal(settings: InstanceSettings, event: str, value: str, query: Query, dry
 @_ids_argument
 @_query_options
 @_state_option
-@click.option("--arguments", metavar="JSON", help="Others than it had: all of them, such as '[17, \"tea\"]'.")
+@click.option("--arguments", metavar="JSON", help="New arguments, all of them: '[17, \"tea\"]'.")
 @click.option(
-    "--from-step", type=click.IntRange(1), default=1, show_default=True, help="Keep the results of the steps before."
+    "--from-step",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Keep the results of the steps before this one.",
 )
 @_asking_options
 @_pass_settings
@@ -282,16 +294,16 @@ def restart(
     dry_run: bool,
     yes: bool,
 ) -> None:
-    """Begin 'async def' executions again: new ones, for which nobody waits, that name their origin.
+    """Run 'async def' executions again: those with these IDs, or all ended ones that match.
 
-    Those of the IDs, or all that have ended and are like that. What the first one has done is done: the new one does it
-    again, from the given step on. The steps before have the results that they had, and are not carried out, unless the
-    handler now does something else there.
+    Each becomes a new execution that names its origin; nobody waits for its result. Effects of the first run are not
+    undone: the new one repeats them from --from-step on. Earlier steps are not repeated and keep their results, unless
+    the handler now does something else there.
     """
     query.state = state
     given = None if arguments is None else json_argument("--arguments", arguments)
     if given is not None and not isinstance(given, list):
-        raise click.UsageError(f"--arguments {(arguments or '')[:60]!r}: a list of all arguments was expected")
+        raise click.UsageError(f"--arguments {(arguments or '')[:60]!r}: a JSON list of all arguments was expected")
     request = {"arguments": given, "from_step": from_step}
     _order_all(settings, "restart", query, ids, request, dry_run=dry_run, yes=yes)
 
@@ -324,17 +336,19 @@ def _order_all(
         refused += not answer["done"]
         echo(f"{one.id}: {answer['text']}")
     if refused:
-        raise FailedError(f"{refused} of {counted(len(found), 'order')} not carried out")
+        raise FailedError(f"{refused} of {counted(len(found), 'order')} were not carried out")
 
 
 @executions.command()
 @_pass_settings
 @click.pass_obj
 def rebuild(registry: Registry, settings: InstanceSettings) -> None:
-    """Add to the list what is in the log and not in it, by a replay from the oldest checkpoint; NAME may run."""
+    """Add missing executions to the list, by a replay from the oldest checkpoint. NAME may be running."""
     settings_with_log(registry, settings.name)
     if settings.encryption_key:
-        raise FailedError(f"the log of {settings.name!r} is encrypted, and the list would not be: there is none")
+        raise FailedError(
+            f"the log of {settings.name!r} is encrypted, so no list of executions is kept, since that would be readable"
+        )
     with own_logs.open_reader(settings, check=False) as reader, tempfile.TemporaryDirectory() as folder:
         summary = reader.summary()
         usable = usable_checkpoints(summary)

@@ -43,9 +43,9 @@ class _HandleType(click.ParamType):  # type: ignore[type-arg]  # generic in newe
 @click.group(cls=Commands)
 @pass_registry
 def files(registry: Registry) -> None:
-    """Store files for calls, read them, and remove those that no log names any more.
+    """Store files for calls, read them, and remove files that no log refers to.
 
-    IMMORTAL_FILE_STORE is the store of 'put' and 'get'; without it HOME/.files.
+    'put' and 'get' use the store in IMMORTAL_FILE_STORE, by default HOME/.files.
     """
     os.environ.setdefault(STORE_VARIABLE, str(registry.home / FILES_FOLDER_NAME))
 
@@ -61,22 +61,22 @@ def put(file: Path) -> None:
 @click.argument("handle", type=_HandleType())
 @click.argument("file", type=_FILE)
 def get(handle: StoredFile, file: Path) -> None:
-    """Write the content of HANDLE to FILE, once it is checked."""
+    """Check the content of HANDLE and write it to FILE."""
     handle.save(file)
 
 
 @files.command()
 @click.option(
     "--older-than-days", "days", type=click.FloatRange(min=0), default=7.0, show_default=True,
-    help="Leave alone what was stored later: a call that names it may be on its way.",
+    help="Keep files stored within these days: a call that names one may be under way.",
 )  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, without removing it.")
 @json_option
 @pass_registry
 def gc(registry: Registry, days: float, dry_run: bool, as_json: bool) -> None:
-    """Remove what no log of this home names: neither a record, nor a checkpoint, nor a call that waits.
+    """Remove files that no record, checkpoint or waiting call in the logs of this home refers to.
 
-    The instances may run. Logs elsewhere, backups and archives do not count. If one log can't be read nothing is
+    The instances may be running. Other logs, backups and archives are not searched. If a log can't be read, nothing is
     removed.
     """
     before_s = time.time() - days * _DAY_S

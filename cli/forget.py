@@ -38,18 +38,18 @@ _TO_FORGET = ", to forget a person"  # behind the name of who has paused an inst
 
 @click.command()
 @click.argument("subjects", nargs=-1, metavar="SUBJECT...")
-@click.option("--list", "lists", is_flag=True, help="Show who is forgotten, and since when.")
-@timeout_option(STOP_TIMEOUT_S, "How long to wait for a checkpoint or a restart of one instance.")
+@click.option("--list", "lists", is_flag=True, help="List forgotten persons, with dates.")
+@timeout_option(STOP_TIMEOUT_S, "Seconds to wait for the checkpoint or restart of one instance.")
 @json_option
 @pass_registry
 def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s: float, as_json: bool) -> None:
-    """Destroy the keys of persons: nobody can read their data in immortal.Personal values any more, in any copy.
+    """Destroy the keys of persons, so that their data in immortal.Personal values is unreadable in every copy.
 
-    SUBJECT is a person's ID, as apps gave it to immortal.Personal. All instances of the home pause, take a checkpoint
-    and restart. A stopped instance must have a checkpoint of its last record. If the command fails, run it again.
+    SUBJECT is the ID that apps gave to immortal.Personal. All instances of the home pause, take a checkpoint and
+    restart. A stopped instance must have a checkpoint of its last record. If the command fails, run it again.
     """
     if bool(subjects) == lists:
-        raise click.UsageError("give the IDs of the persons to forget, or --list, and not both")
+        raise click.UsageError("give either the IDs of the persons to forget, or --list")
     if lists:
         everyone = list(personal_keys.everyone())
         gone = [one for one in everyone if one.forgotten]
@@ -106,7 +106,9 @@ def _alone() -> Iterator[None]:
         acquire_lock(descriptor, 0)
         yield
     except BlockingIOError:
-        raise FailedError(f"{describe_lock_holder(descriptor)} is just forgetting persons: wait for its end") from None
+        raise FailedError(
+            f"{describe_lock_holder(descriptor)} is forgetting persons right now: wait until it has ended"
+        ) from None
     finally:
         os.close(descriptor)
 
@@ -129,7 +131,9 @@ def _pause_all(
         for settings in instances:
             _rehearse(settings, subjects)
         if list(filter(_is_running, instances)) != running:
-            raise FailedError("nobody is forgotten yet: an instance was started or stopped meanwhile: do it again")
+            raise FailedError(
+                "nobody is forgotten yet: an instance was started or stopped meanwhile: run the command again"
+            )
         for settings in running:
             if not control.query(settings.folder, "status")["paused"]:
                 raise FailedError(

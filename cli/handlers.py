@@ -51,15 +51,15 @@ Values = dict[str, Any]
 @json_option
 @click.pass_context
 def handlers(ctx: click.Context, name: str, as_json: bool) -> None:
-    """Show the 'async def' handlers of NAME that wait: for what, since when, and at which line.
+    """List waiting 'async def' handlers of NAME: what each waits for, since when, and at which line.
 
-    The instance must be running. Each has an ID, a number of its own in the life of the instance. Of more than 1,000 it
-    shows the oldest. Handlers with a schedule follow, with the time of their next run.
+    The instance must be running. Each handler has an ID that is never used again. At most the 1,000 oldest are shown.
+    Scheduled handlers follow, with the time of their next run.
     """
     if ctx.invoked_subcommand is None:
         _list(ctx.ensure_object(Registry).load(name), as_json)
     elif as_json:
-        raise click.UsageError("--json stands alone here: 'explain' has its own")
+        raise click.UsageError("--json can't be combined with a subcommand: 'explain' has its own --json")
 
 
 _pass_settings = pass_settings_of(Registry.load)
@@ -94,7 +94,7 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
 @json_option
 @_pass_settings
 def explain(settings: InstanceSettings, wanted: int, as_json: bool) -> None:
-    """Show one: its arguments, what began it, what it has had so far, what it waits for and what would end that."""
+    """Explain a handler: its arguments, its cause, what it has done, what it waits for, and what would end the wait."""
     found = _ask(settings, "handlers", {"task": wanted})["handler"]
     if found is None:
         raise FailedError(
@@ -114,7 +114,7 @@ def _reason(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
 
 
 _reason_option = click.option(
-    "--reason", default="", metavar="TEXT", callback=_reason, help="Why: the handler and whoever called it are told."
+    "--reason", default="", metavar="TEXT", callback=_reason, help="Reason that the handler and its caller receive."
 )
 
 
@@ -123,10 +123,10 @@ _reason_option = click.option(
 @_reason_option
 @_pass_settings
 def cancel(settings: InstanceSettings, wanted: int, reason: str) -> None:
-    """Cancel a handler: 'Cancelled' is raised where it waits, it cleans up, and ends.
+    """Cancel a handler: Cancelled is raised at the line where it waits, so that it can clean up.
 
-    It is logged, so it holds whatever crashes. Whoever waits for the handler's answer gets CallCancelled. The exit
-    status is 1 if the handler does not wait any more.
+    The cancellation is logged and survives crashes. A caller that waits for the answer gets CallCancelled. Exit status:
+    1 if the handler no longer waits.
     """
     _order(settings, "cancel", {"task": wanted, "reason": reason})
 
@@ -136,10 +136,10 @@ def cancel(settings: InstanceSettings, wanted: int, reason: str) -> None:
 @_reason_option
 @_pass_settings
 def terminate(settings: InstanceSettings, wanted: int, reason: str) -> None:
-    """End a handler where it waits, whatever it would do about that: for one that catches its cancellation.
+    """End a handler that ignores its cancellation.
 
-    None of its code runs any more, not even a 'finally'. It is logged, so it holds whatever crashes. Whoever waits for
-    its answer gets CallCancelled. The exit status is 1 if the handler does not wait any more.
+    No further code of it runs, not even a 'finally'. The termination is logged and survives crashes. A caller that
+    waits for the answer gets CallCancelled. Exit status: 1 if the handler no longer waits.
     """
     _order(settings, "terminate", {"task": wanted, "reason": reason})
 
@@ -150,10 +150,10 @@ def terminate(settings: InstanceSettings, wanted: int, reason: str) -> None:
 @click.argument("value", default="null")
 @_pass_settings
 def signal(settings: InstanceSettings, wanted: int, event: str, value: str) -> None:
-    """Give a handler the EVENT that it waits for, with VALUE, which is JSON.
+    """Send EVENT with VALUE (JSON) to a handler that waits for it.
 
-    As if a handler had done immortal.signal(EVENT, VALUE); but it goes to this handler, whoever else waits for it.
-    The exit status is 1 if it does not wait for EVENT, or VALUE is not of the type that it waits for.
+    Like immortal.signal(EVENT, VALUE), but only for this handler, even if others wait for the same event. Exit status:
+    1 if the handler does not wait for EVENT, or VALUE has the wrong type.
     """
     _order(settings, "signal", {"task": wanted, "event": event, "value": json_argument("VALUE", value)})
 
@@ -164,7 +164,7 @@ def json_argument(what: str, text: str) -> Any:
         return decoding.parse_json_argument(text)
     except ValueError as error:
         raise click.UsageError(
-            f"{what} {text[:100]!r} is not JSON: {error}; a text needs its own quotes: '\"yes\"'"
+            f"{what} {text[:100]!r} is not JSON: {error}; a string needs its own quotes: '\"yes\"'"
         ) from None
 
 
@@ -172,10 +172,9 @@ def json_argument(what: str, text: str) -> Any:
 @_id_argument
 @_pass_settings
 def retry_effect(settings: InstanceSettings, wanted: int) -> None:
-    """Try the effects that a handler waits for at once, where they wait between two attempts.
+    """Retry the effects of a handler now, instead of after their retry delay.
 
-    What they wait for is set by their Retry; the attempt counts as the one that it would have been later. The exit
-    status is 1 if none of them waits for its next attempt.
+    The attempt counts as the next one of its Retry. Exit status: 1 if no effect waits for its next attempt.
     """
     answer = _ask(settings, "retry-effect", {"task": wanted, "who": operator_name()})
     if problem := retry_problem(settings.name, answer):
@@ -255,7 +254,7 @@ LOOK_EACH_S = 0.2
 
 @click.group(cls=Commands)
 def group() -> None:
-    """Look at a named group of ordered multicasts, expel a member that is dead. Asks all instances that run here."""
+    """Show a group of ordered multicasts, or expel a dead member. Asks all instances that run here."""
 
 
 @group.command()
@@ -263,7 +262,7 @@ def group() -> None:
 @json_option
 @pass_registry
 def show(registry: Registry, name: str, as_json: bool) -> None:
-    """Show the members of the group NAME, who else sends to it, and who waits for whom since when."""
+    """Show the members and senders of the group NAME, and which instance waits for which."""
     found = _asked(registry, name)
     newest = _newest(found)
     silent = [one for one in newest["members"] if one not in found]
@@ -299,22 +298,23 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
 @group.command()
 @click.argument("name", metavar="GROUP")
 @click.argument("member")
-@click.option("--yes", is_flag=True, help="Expel without asking.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=30.0, show_default=True, help="In seconds."
+    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Seconds to wait."
 )
 @pass_registry
 def expel(registry: Registry, name: str, member: str, yes: bool, timeout_s: float) -> None:
-    """Expel MEMBER from GROUP, without its answer: the others go on, and it is told once it is back.
+    """Expel a dead MEMBER from GROUP, so that the other members can continue.
 
-    A member that runs here does it, in the order of the group. All other members must be up: if more of them are dead,
-    expel each. The exit status is 1 if it is not done by --timeout; it goes on all the same.
+    Another member that runs here carries it out. All other members must be running; if several are dead, expel each of
+    them. MEMBER learns of it when it is back. Exit status: 1 if the expulsion is not complete after --timeout; it then
+    continues in the background.
     """
     found = _asked(registry, name)
     newest = _newest(found)
     members = newest["members"]
     if member not in members:
-        raise FailedError(f"{member!r} is no member of {name!r}: {', '.join(members)} are")
+        raise FailedError(f"{member!r} is not a member of {name!r} (members: {', '.join(members)})")
     others = [one for one, values in found.items() if values["is_member"] and one != member]
     if not others:
         raise FailedError(

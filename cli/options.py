@@ -77,7 +77,10 @@ class _Ports(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
 def app_port_option(name: str = "app") -> Callable[[Function], Function]:
     """Return the option for the ports of an app that is started by hand; None: free ports."""
     return click.option(
-        f"--{name}-port", type=_Ports(), metavar="PORT[:SEND_PORT]", help=f"Where the app of --{name} - comes in."
+        f"--{name}-port",
+        type=_Ports(),
+        metavar="PORT[:SEND_PORT]",
+        help=f"Port at which the app of '--{name} -' connects.",
     )
 
 
@@ -91,7 +94,9 @@ def message_id(ctx: click.Context, parameter: click.Parameter, value: Any) -> An
 def _message_id(text: str) -> tuple[int, int]:
     sequence_id, colon, index = text.partition(":")
     if not (colon and all(part.isascii() and part.isdecimal() and len(part) < 19 for part in (sequence_id, index))):
-        raise click.BadParameter(f"{text!r}: a record's number and a message's in it were expected, such as 312:0")
+        raise click.BadParameter(
+            f"{text!r}: the number of a record and of a message in it were expected, such as 312:0"
+        )
     return int(sequence_id), int(index)
 
 
@@ -106,7 +111,7 @@ def complete_instance(ctx: click.Context, parameter: click.Parameter, incomplete
 name_argument = click.argument("name", callback=instance_name, shell_complete=complete_instance)
 
 
-def timeout_option(default: float, help_text: str = "How long to wait for it.") -> Callable[[Function], Function]:
+def timeout_option(default: float, help_text: str = "Seconds to wait.") -> Callable[[Function], Function]:
     return click.option(
         "--timeout-s",
         type=click.FloatRange(min=0, min_open=True),
@@ -168,25 +173,31 @@ def pass_settings_of(load: Callable[[Registry, str], InstanceSettings]) -> Calla
 
 def log_output_options(function: Function) -> Function:
     function = click.option(
-        "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="What is logged at least."
+        "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="Lowest level to log."
     )(function)
     return click.option(
-        "--log-format", type=click.Choice(LOG_FORMATS), default="human", show_default=True, help="The form of the log."
+        "--log-format",
+        type=click.Choice(LOG_FORMATS),
+        default="human",
+        show_default=True,
+        help="Format of the log output.",
     )(function)
 
 
 promote_option = click.option(
-    "--promote", is_flag=True, help="After a recovery, begin to work before a checkpoint is taken: for large states."
+    "--promote",
+    is_flag=True,
+    help="After a recovery, start to work without waiting for a checkpoint; for large states.",
 )
 follow_option = click.option(
     "--follow",
     is_flag=True,
-    help="While another process runs the instance, follow its log, ready to take over when that is gone.",
+    help="While another process runs the instance, follow its log, and take over when that process is gone.",
 )
 trust_pickle_option = click.option(
     "--trust-pickle",
     is_flag=True,
-    help="Read states that pickle wrote also of a log that this home did not make: that runs what is in them.",
+    help="Also unpickle states from a log that was not created in this home. This can run code from that log.",
 )
 
 
@@ -198,7 +209,7 @@ def at_least_option(default: int) -> Callable[[Function], Function]:
         default=default,
         show_default=True,
         metavar="MESSAGES",
-        help="Where fewer were compared and all is the same, the exit status is 1: a gate should not pass on little.",
+        help="Exit with 1 if fewer messages were compared and no difference was found.",
     )
 
 
@@ -300,7 +311,7 @@ def _as_option(match: re.Match[str]) -> str:
 
 def start_option(name: str) -> Callable[[Function], Function]:
     """Return the option that changes setting ``name`` for one start; None if it is not given."""
-    return _option(settings_of(InstanceSettings)[name], "that of the settings")
+    return _option(settings_of(InstanceSettings)[name], "from the settings")
 
 
 def register_options(function: Function) -> Function:
@@ -348,14 +359,14 @@ PAGE_MARK = b'<meta name="generator" content="immortal">'  # of pipeline/report/
 def check_folder(option: str, file: Path) -> None:
     """Raise FailedError before any work if the folder of a file to be written is missing."""
     if not file.parent.is_dir():
-        raise FailedError(f"{option} {file}: there is no folder {file.parent}: make it, or give another place")
+        raise FailedError(f"{option} {file}: the folder {file.parent} does not exist: create it, or give another path")
 
 
 def check_page(option: str, file: Path) -> None:
     """Raise FailedError before any work if a page can't be written, or would replace a file that is no page of ours."""
     check_folder(option, file)
     if file.is_file() and PAGE_MARK not in file.read_bytes():
-        raise FailedError(f"{file} is there already, and is no page of immortal: give another name, or remove it first")
+        raise FailedError(f"{file} exists and was not written by immortal: give another name, or remove it first")
 
 
 @contextmanager

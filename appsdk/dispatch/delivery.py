@@ -340,7 +340,7 @@ class Delivery:
     def _tripped_error(self, front: bytes, index: int) -> HandlerError:
         name = self._tripped[front]
         text = (
-            f"{name} has failed so often in a row that it is not called any more: deploy code that does not fail, or "
+            f"{name} has failed so often in a row that it is no longer called: deploy code that does not fail, or "
             f"restart the app"
         )
         return self._refused(index, refusal(name, None, Cause.TRIPPED, text))

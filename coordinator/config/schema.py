@@ -86,8 +86,11 @@ class Setting(Struct, frozen=True, kw_only=True):
     @property
     def default_text(self) -> str:
         """Default in the form of a settings file, or a text about what applies without the setting."""
-        text = str(self.about.get("default", self.in_file(self.default)))
-        return text.lower() if self.type is bool or self.default is None else text
+        text = self.about.get("default")
+        if text is None:
+            value = self.in_file(self.default)
+            text = str(value).lower() if value is None or self.type is bool else str(value)
+        return text
 
     @property
     def of_each(self) -> Setting:
@@ -188,21 +191,27 @@ class Checkpoints(enum.StrEnum):
 class Tuning(Struct, frozen=True):
     """Settings of the table [tuning]: limits that few will ever change."""
 
-    group_size_kib_max: Annotated[int, whole(1, 1 << 20, "KiB"), says("Input that one commit makes durable.")] = 1024
+    group_size_kib_max: Annotated[
+        int, whole(1, 1 << 20, "KiB"), says("Largest group of input that one commit writes.")
+    ] = 1024
     commit_inline_kib_max: Annotated[
-        int, whole(0, 1 << 20, "KiB"), says("Larger groups are committed on a thread.")
+        int, whole(0, 1 << 20, "KiB"), says("Larger groups are committed on a separate thread.")
     ] = 32
     peer_buffer_mib_max: Annotated[
-        int, whole(1, 1 << 20, "MiB"), says("Outputs in memory that one peer has not acknowledged; more goes to disk.")
+        int,
+        whole(1, 1 << 20, "MiB"),
+        says("Messages kept in memory that one peer has not acknowledged; further ones go to disk."),
     ] = 64
-    peer_window_kib_max: Annotated[
-        int, whole(64, 1 << 20, "KiB"), says("On their way from or to one peer, not acknowledged.")
-    ] = 16_384
+    peer_window_kib_max: Annotated[int, whole(64, 1 << 20, "KiB"), says("Bytes in flight to or from one peer.")] = (
+        16_384
+    )
     receive_buffer_mib_max: Annotated[
-        int, whole(1, 1 << 20, "MiB"), says("On their way here, of all peers together.")
+        int, whole(1, 1 << 20, "MiB"), says("Bytes in flight from all peers together.")
     ] = 64
     clock_hold_s: Annotated[
-        int, whole(1, 7 * 86_400, "seconds"), says("A jump of the clock is taken when it has stood for so long.")
+        int,
+        whole(1, 7 * 86_400, "seconds"),
+        says("How long a jump of the machine's clock must last before the instance follows it."),
     ] = 600
 
 
@@ -226,181 +235,196 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     folder: Path  # of its runtime files, and of its log unless ``log`` says otherwise
 
     peer: Annotated[
-        Endpoint, says("Where peers reach it; 'immortal register' takes a free port for tcp://127.0.0.1:*.")
+        Endpoint,
+        says(
+            "Address at which peers connect to the instance; 'immortal register' picks a free port for "
+            "tcp://127.0.0.1:*."
+        ),
     ]
     peer_template: Annotated[
-        PeerTemplate | None, says("Where all peers are that are neither in [peers] nor registered.")
+        PeerTemplate | None, says("Address pattern for peers that are neither in [peers] nor registered.")
     ] = None
     allow: Annotated[
-        Callers | None, says("The peers and clients that may call, and what.", default="all that are registered")
+        Callers | None,
+        says("Peers and clients that may call the instance, and which methods.", default="all registered ones"),
     ] = None
     insecure: Annotated[
-        bool, says("Let it talk in plain, and to anybody, where keys are missing, also to other machines.")
+        bool, says("Accept and open unencrypted connections where keys are missing, also from and to other machines.")
     ] = False
-    app_host: Annotated[Host, says("The address of the ports for its app.")] = LOCALHOST
+    app_host: Annotated[Host, says("Address on which the ports for the app listen.")] = LOCALHOST
     app_port: Annotated[
         Port | None,
         says(
-            "Where its app may connect over TCP; 'immortal register' takes a free port for *.",
-            default="by a Unix socket alone; * with app_send_port, app_host or app_auth none",
+            "TCP port for the app; 'immortal register' picks a free one for *.",
+            default="none, only a Unix socket; * with app_send_port, app_host or app_auth none",
         ),
     ] = None
     app_send_port: Annotated[
         Port | None,
         says(
-            "For an app that uses two ports: where it is sent to; 'immortal register' takes a free one for *.",
+            "Second port, for an app with two connections: on it the app receives; 'immortal register' picks a free "
+            "one for *.",
             default="app_port for both",
         ),
     ] = None
     app_send_mode: Annotated[
-        AppSendMode, says("What the app does at app_send_port: connect, or listen until its coordinator connects.")
+        AppSendMode, says("Whether the app connects to app_send_port, or listens there and the coordinator connects.")
     ] = AppSendMode.CONNECT
-    app_socket: Annotated[AppSocket | None, says("The Unix socket for its app.", default="HOME/NAME/app.sock")] = None
+    app_socket: Annotated[AppSocket | None, says("Unix socket for the app.", default="HOME/NAME/app.sock")] = None
     app_auth: Annotated[
         AppAuth,
         says(
-            "challenge: its app and the coordinator prove to each other that they know a secret; secret: the app may "
-            "send it instead; none: for clients that know only the base protocol.",
+            "How the app proves its identity. challenge: app and coordinator prove to each other that they know a "
+            "secret; secret: the app may send the secret; none: no proof, for clients that know only the base "
+            "protocol.",
             default="challenge, with app_send_port none",
         ),
     ] = AppAuth.CHALLENGE
-    app_insecure: Annotated[bool, says("app_auth none is meant, although others than this machine reach app_host.")] = (
-        False
-    )
+    app_insecure: Annotated[bool, says("Allow app_auth none although other machines can reach app_host.")] = False
     log: Annotated[
         Log,
-        says("The log's folder, or its URL: lmdb:FOLDER, postgresql://USER@HOST/DATABASE.", default="HOME/NAME/log"),
+        says("Folder of the log, or its URL: lmdb:FOLDER, postgresql://USER@HOST/DATABASE.", default="HOME/NAME/log"),
     ]
     log_key: Annotated[
         LogKey | None,
         says(
-            "Authenticate its log with a key, in HOME/NAME/keys/log_key (file) or in another file: nobody else can "
-            "write it then.",
+            "Key that authenticates the log, so that nobody else can write it: in HOME/NAME/keys/log_key (file) or in "
+            "another file.",
             default="file for a new log in a folder, else none",
         ),
     ] = None
     encryption_key: Annotated[
         EncryptionKey | None,
         says(
-            "Encrypt its log, with a key from a file outside of HOME, from env:VARIABLE, or from what command:PROGRAM "
-            "writes."
+            "Source of the key that encrypts the log: a file outside HOME, env:VARIABLE, or command:PROGRAM, which "
+            "prints the key."
         ),
     ] = None
     allow_data_loss: Annotated[
-        bool, says("Start also where the settings of a log's server let a crash lose what was acknowledged.")
+        bool, says("Start although the log's server is configured so that a crash can lose acknowledged data.")
     ] = False
     lease_s: Annotated[
         int,
         whole(1, 60, "seconds"),
-        says("So long a follower on another machine waits for a writer that says nothing; for a log in a database."),
+        says(
+            "For a log in a database: how long the writer may be silent before a follower on another machine takes "
+            "over."
+        ),
     ] = 3  # a server that restarts, or a machine that swaps, is silent for a second or two
     checkpoints_to: Annotated[
         StoreUrl | None,
-        says("Where checkpoints of more than 1 MiB of a log in a database go.", default="into the database"),
+        says("For a log in a database: where checkpoints of more than 1 MiB are stored.", default="in the database"),
     ] = None
     file_store: Annotated[
         FileStore | None,
-        says("Where files that its app stores, or is given, have their contents.", default="HOME/.files"),
+        says("Where the contents of stored files are kept.", default="HOME/.files"),
     ] = None
     checkpoints: Annotated[
         Checkpoints,
         says(
-            "Whose app gives the checkpoints: the instance's own, or a follower's while there is one, for a log in a "
-            "database."
+            "Which app takes the checkpoints: the instance's own, or that of a follower while there is one (only for "
+            "a log in a database)."
         ),
     ] = Checkpoints.ON_PRIMARY
     keep_checkpoints: Annotated[
         _Checkpoints | None,
         says(
-            "So many are kept anyhow, with the log after the oldest of them; all: everything, or what keep_log_days"
-            " and keep_log_mb say."
+            "Number of checkpoints to keep, with the log after the oldest of them; all: keep everything, or what "
+            "keep_log_days and keep_log_mb allow."
         ),
     ] = KEEP_CHECKPOINTS_DEFAULT
     keep_log_days: Annotated[
         _Days | None,
         says(
-            "Keep also what it takes to replay the last so many days.", default="7, with keep_checkpoints all no limit"
+            "Also keep the log of the last days, so that they can be replayed.",
+            default="7, with keep_checkpoints all no limit",
         ),
     ] = None
     keep_log_mb: Annotated[
         _KeptSize | None,
         says(
-            "Of these days keep no more than so much; 0: only keep_checkpoints counts.",
+            "Largest size of the log that keep_log_days keeps; 0: keep only what keep_checkpoints needs.",
             default="1024, or half of log_limit_mb; no limit with keep_log_days or keep_checkpoints all",
         ),
     ] = None
-    log_trigger_mb: Annotated[int, whole(1, 1 << 30, "MiB"), says("A checkpoint is taken after so much log.")] = 1024
+    log_trigger_mb: Annotated[
+        int, whole(1, 1 << 30, "MiB"), says("Take a checkpoint when the log has grown by this much.")
+    ] = 1024
     checkpoint_age_s: Annotated[
         _Age | None,
-        says(
-            "A checkpoint is taken when the last one is so old and there is anything new.", default="age does not count"
-        ),
+        says("Take a checkpoint when the last one is this old and something has changed.", default="no limit of age"),
     ] = None
     kills_before_verdict: Annotated[
         _Kills | None,
-        says("A message that ends so many runs of the app in a row is not given to it again; never: it always is."),
+        says(
+            "Number of times in a row that a message may end the app's process before it is skipped; never: it is "
+            "never skipped."
+        ),
     ] = 3  # one death may be chance, two bad luck
     replay_check: Annotated[
         ReplayCheck | None,
         says(
-            "What of a recovery's replay must be as it was: all calls; how many and their order, while other contents "
-            "are a warning; nothing.",
+            "How strictly a recovery compares the replay with the log. strict: all calls must be equal; counts: their "
+            "number and order must be equal, and other differences give a warning; off: no comparison.",
             default="strict, counts for an app that says no Hello",
         ),
     ] = None
     rpc_limit_mb: Annotated[
-        int, whole(1, ARGUMENTS_SIZE_MIB_MAX, "MiB"), says("The arguments of one call of its app may have so many MiB.")
+        int, whole(1, ARGUMENTS_SIZE_MIB_MAX, "MiB"), says("Largest size of the arguments of one call from the app.")
     ] = ARGUMENTS_SIZE_MIB_DEFAULT
     nesting_max: Annotated[
         int,
         whole(8, NESTING_MAX, "levels"),
-        says("Lists, maps and objects in one another in a value that is sent; what is deeper is refused."),
+        says("Deepest nesting of lists, maps and objects in a value that is sent; deeper values are refused."),
     ] = NESTING_MAX_DEFAULT
     spill_limit_mb: Annotated[
         int,
         whole(0, 1 << 30, "MiB"),
-        says("Calls that wait for peers may take so much of the disk; beyond it the app is slowed."),
+        says("Disk space for calls that wait for peers; when it is used up, the app is slowed down."),
     ] = 4096
     log_limit_mb: Annotated[
         _LogSize | None,
-        says("A log of more than this takes no input from peers until the app catches up.", default="no limit"),
+        says("Largest size of the log; above it, input from peers waits until the app catches up.", default="no limit"),
     ] = None
     disk_free_mb: Annotated[
         int,
         whole(0, 1 << 30, "MiB"),
-        says("A log whose disk has less than this left takes no input from peers either."),
+        says("Free disk space below which input from peers waits."),
     ] = 0
-    metrics: Annotated[
-        HostPort | None, says("Where Prometheus finds what 'immortal status' shows; HOST:* is a free port.")
-    ] = None
-    metrics_token_file: Annotated[File | None, says("Who asks for the metrics must bring what is in this file.")] = None
+    metrics: Annotated[HostPort | None, says("Address where Prometheus reads metrics; HOST:* picks a free port.")] = (
+        None
+    )
+    metrics_token_file: Annotated[File | None, says("File with a token that requests for metrics must carry.")] = None
     metrics_certificate_file: Annotated[
-        File | None, says("The metrics are served with TLS, by this certificate and metrics_key_file.")
+        File | None, says("TLS certificate for the metrics, together with metrics_key_file.")
     ] = None
-    metrics_key_file: Annotated[File | None, says("The key of metrics_certificate_file.")] = None
+    metrics_key_file: Annotated[File | None, says("Private key of metrics_certificate_file.")] = None
     timings_limit_mb: Annotated[
         int,
         whole(0, 1 << 20, "MiB"),
-        says("Keep so much of when input came, was durable and was handled, for traces; 0: none is noted."),
+        says(
+            "Disk space for the times at which input arrived, became durable and was handled, for traces; 0: none are "
+            "recorded."
+        ),
     ] = 0
     keep_executions_days: Annotated[
         int,
         whole(0, 100_000, "days"),
-        says("List executions that have ended so long, and as long as the log at least; 0: none is listed."),
+        says("How long ended executions are listed, at least as long as the log is kept; 0: none are listed."),
     ] = 30
     keep_code: Annotated[
-        bool, says("Keep the code of the app beside the log, so that the past is shown by what made it.")
+        bool, says("Keep the app's code beside the log, so that a replay of the past can use the code of that time.")
     ] = True
-    app: Annotated[App | None, says("What 'immortal run' runs; it writes down the one of the last run.")] = None
-    tuning: Annotated[Tuning, says("Limits that few will ever change.")] = field(default_factory=Tuning)
-    peers: Annotated[Mapping[str, PeerPlace], says("Where peers are that are no part of the registry, by name.")] = (
+    app: Annotated[App | None, says("App that 'immortal run' starts; it stores the one of the last run here.")] = None
+    tuning: Annotated[Tuning, says("Limits that are rarely changed.")] = field(default_factory=Tuning)
+    peers: Annotated[Mapping[str, PeerPlace], says("Addresses of peers that are not registered, by name.")] = field(
+        default_factory=dict
+    )
+    peer_keys: Annotated[Mapping[str, PublicKeys], says("Public keys of peers that are not registered, by name.")] = (
         field(default_factory=dict)
     )
-    peer_keys: Annotated[
-        Mapping[str, PublicKeys], says("Public keys of peers that no registry file gives, by name.")
-    ] = field(default_factory=dict)
     client_keys: Annotated[
-        Mapping[str, PublicKeys], says("Public keys of clients that no registry file gives, by name.")
+        Mapping[str, PublicKeys], says("Public keys of clients that are not registered, by name.")
     ] = field(default_factory=dict)
 
     # of the restricted callers in ``allow``, by name: what they may call

@@ -119,35 +119,35 @@ class LogAnswers(Notice):
 class Following(Notice):
     """The process follows a log that another process writes."""
 
-    template = "following {holder}, who writes the log"
+    template = "following {holder}, which writes the log"
     holder: str
 
 
 class TakingOver(Notice):
     """The follower becomes the instance."""
 
-    template = "taking over: {holder} writes the log no more"
+    template = "taking over: {holder} no longer writes the log"
     holder: str
 
 
 class FollowerBeginsAnew(_WarningNotice):
     """The state of a follower's app is no longer usable."""
 
-    template = "{problem}; it begins anew, at the last checkpoint"
+    template = "{problem}; restarting from the last checkpoint"
     problem: str
 
 
 class AppBeginsAnew(_WarningNotice):
     """A follower's checkpoint in the log contradicts the app, whose state is later."""
 
-    template = "{problem}; the app begins anew, at that checkpoint"
+    template = "{problem}; restarting the app from that checkpoint"
     problem: str
 
 
 class WaitsForReceivers(_WarningNotice):
     """The log was cut, and its recovery waits until all receivers of this instance's calls are up."""
 
-    template = "the log was cut: waiting for {receivers} to say how much of this instance's calls they have"
+    template = "the log was cut: waiting for {receivers} to report which calls of this instance they have"
     receivers: str
 
 
@@ -167,7 +167,7 @@ class Diverged(_WarningNotice):
 class UpgradeFailed(_ErrorNotice):
     """The app could not become another version."""
 
-    template = "the upgrade to version {version} failed: {reason}; version {current_version} goes on"
+    template = "the upgrade to version {version} failed: {reason}; version {current_version} stays in use"
     version: int
     reason: str
     current_version: int
@@ -177,7 +177,7 @@ class UpgradeInterrupted(_WarningNotice):
     """The app disconnected in the middle of an upgrade."""
 
     template = (
-        "the upgrade to version {version} was interrupted: the old version is whole, and the upgrade is tried again at"
+        "the upgrade to version {version} was interrupted: the old version is intact, and the upgrade is tried again at"
         " the next start"
     )
     version: int
@@ -199,7 +199,7 @@ class CheckpointBegan(Notice):
     """The first bytes of a checkpoint arrive from the app."""
 
     level = "trace"
-    template = "checkpoint begun"
+    template = "checkpoint started"
     checkpoint: int
 
 
@@ -224,7 +224,7 @@ class CheckpointAdopted(Notice):
 class CheckpointOffered(Notice):
     """A follower's checkpoint, which the writer asked for, is in the log and can be adopted."""
 
-    template = "checkpoint taken for the one that writes the log"
+    template = "checkpoint taken for the primary"
     checkpoint: int
     after_record: int
     size_bytes: int = msgspec.field(name="bytes")
@@ -234,7 +234,7 @@ class OfferRefused(Notice):
     """A follower's checkpoint is no longer wanted, or can't be written to the log."""
 
     level = "debug"
-    template = "the checkpoint that was asked for is given up: {problem}"
+    template = "the requested checkpoint was abandoned: {problem}"
     checkpoint: int
     problem: str
 
@@ -242,14 +242,14 @@ class OfferRefused(Notice):
 class StandbyTakesNone(_WarningNotice):
     """No follower took a checkpoint that was due, so the instance's own app must take it."""
 
-    template = "no standby took the checkpoint that is due ({reason}): the app takes it"
+    template = "no standby took the checkpoint that is due ({reason}): the instance's own app takes it"
     reason: str
 
 
 class CheckpointFailed(_ErrorNotice):
     """The app began a checkpoint beside its work, and could not finish it."""
 
-    template = "the app could not take its checkpoint: {reason}; the one before stays in use"
+    template = "the app could not take a checkpoint: {reason}; the previous one stays in use"
     reason: str
 
 
@@ -276,7 +276,7 @@ class StateSavedAgain(Notice):
 class TakenBack(_WarningNotice):
     """A message that made the state impossible to save was taken back: it counts as never handled."""
 
-    template = "{method} at {where} was taken back behind record {behind}: {reason}"
+    template = "{method} at {where} was undone after record {behind}: {reason}"
     method: str
     where: str
     reason: str
@@ -286,14 +286,14 @@ class TakenBack(_WarningNotice):
 class LogFull(_ErrorNotice):
     """The log has reached its limit, or its disk is nearly full."""
 
-    template = "no more input is taken from peers, and no impulses: {reason}"
+    template = "input from peers and impulses are held back: {reason}"
     reason: str
 
 
 class LogHasRoom(Notice):
     """The log was full and has room again."""
 
-    template = "the log has room again: input is taken from peers, and impulses"
+    template = "the log has room again: input from peers and impulses are accepted again"
 
 
 class InstancePaused(_WarningNotice):
@@ -318,7 +318,7 @@ class InstanceResumed(Notice):
 class AppGone(_WarningNotice):
     """The app's connection has ended."""
 
-    template = "the app is gone; waiting for the next one"
+    template = "the app disconnected; waiting for the next one"
     phase: str
 
 
@@ -363,7 +363,7 @@ class CallTooLarge(_ErrorNotice):
 class FailedBefore(_ErrorNotice):
     """A message with a verdict of failure ends the app's process again: no other verdict can follow."""
 
-    template = "{reason} at {where}, which failed before: deploy code that does not end it there"
+    template = "{reason} at {where}, where it failed before: deploy code that does not end the process there"
     reason: str
     where: str
 
@@ -371,7 +371,7 @@ class FailedBefore(_ErrorNotice):
 class NotCalledAgain(_ErrorNotice):
     """A message has ended the app's process too often."""
 
-    template = "{method} ({where}) is not called any more: {reason}; {then}"
+    template = "{method} ({where}) is no longer called: {reason}; {then}"
     method: str
     where: str
     reason: str
@@ -381,14 +381,14 @@ class NotCalledAgain(_ErrorNotice):
 class CallForbidden(_WarningNotice):
     """A caller made its first call that it is not allowed to make."""
 
-    template = "{reason}: the call is refused; further ones of this caller are only counted"
+    template = "{reason}: the call is refused; further refusals of this caller are only counted"
     reason: str
 
 
 class NestedTooDeeply(_WarningNotice):
     """A caller sent its first message that is nested too deeply."""
 
-    template = "{reason}: it is refused; further ones of this caller are only counted"
+    template = "{reason}: it is refused; further refusals of this caller are only counted"
     reason: str
 
 
@@ -405,8 +405,8 @@ class QueryChangedState(_WarningNotice):
     """A query that is not logged has changed the state; the app rebuilds it from the log."""
 
     template = (
-        "the query {method} has changed the state, which no log explains: the app makes it anew from the log, and the "
-        "query is refused for a minute; make it an @rpc method, or let it work on a copy"
+        "the query {method} has changed the state, which only logged calls may do: the app rebuilds the state from the "
+        "log, and the query is refused for a minute; make it an @rpc method, or let it work on a copy"
     )
     method: str
 
@@ -479,7 +479,7 @@ class StreamWaits(StreamStopped):
 class StreamReset(_WarningNotice):
     """The receiver of a stream that an operator has reset has said how much it has."""
 
-    template = "the stream was reset and goes on"
+    template = "the stream was reset and continues"
     peer: str
     behind_position: int
     receiver_has: int
@@ -488,14 +488,14 @@ class StreamReset(_WarningNotice):
 class PeerForgotten(_WarningNotice):
     """An operator has reset a peer: what was known of its log is forgotten."""
 
-    template = "what was known of a peer's log is forgotten"
+    template = "the identity of a peer's log was forgotten"
     peer: str
 
 
 class LogReclaimed(_WarningNotice):
     """An operator declares this log valid, and its copies invalid."""
 
-    template = "this log counts from now on, and no copy of it"
+    template = "this log is the valid one from now on, and no copy of it"
     epoch: int
 
 
@@ -517,7 +517,7 @@ class OldPeerRefused(PeerRefused):
 class FrameRefused(_ErrorNotice):
     """A peer sends more than its window allows."""
 
-    template = "a frame was refused: {reason}; this is said once"
+    template = "a frame was refused: {reason}; further ones are not reported"
     peer: str
     reason: str
 
@@ -534,20 +534,20 @@ class _Load(Notice):
 class InMemoryAgain(_Load):
     """A stream has no spilled messages any more."""
 
-    template = "all that waits for {peer!r} is in memory again"
+    template = "all messages that wait for {peer!r} are in memory again"
 
 
 class AppWaitsFor(_Load):
     """Memory is full, and the receiver takes messages as fast as it can."""
 
-    template = "the app waits for {peer!r}, to which it calls faster than that can take it"
+    template = "the app is slowed down: it calls {peer!r} faster than {peer!r} accepts calls"
 
 
 class Spills(_Load):
     """Memory is full, and the receiver takes too little: messages are spilled."""
 
     level = "warning"
-    template = "{peer!r} {state}: {limit_mib} MiB for it are in memory, more goes to disk"
+    template = "{peer!r} {state}: {limit_mib} MiB of messages for it are in memory, further ones go to disk"
     state: str
     limit_mib: float
 

@@ -184,7 +184,7 @@ def test_a_lost_connection_takes_the_other_one_with_it(house: House, mode: AppSe
         lost, other = (app.outgoing, app.socket) if which == "outgoing" else (app.socket, app.outgoing)
         lost.close()
         assert is_closed(other)
-        process.line("the app is gone; waiting for the next one", life)
+        process.line("the app disconnected; waiting for the next one", life)
         app.close()
     app = TwoPortApp(process, house).ready()
     assert app.state["forwarded"] == [1, 2, 3]

@@ -52,7 +52,7 @@ def test_a_first_start_and_a_recovery(house: House, extended: bool) -> None:
     assert status["unsent_bytes"] == 0
     assert status["app_silent_s"] == 0
     app.close()
-    process.line("the app is gone; waiting for the next one")
+    process.line("the app disconnected; waiting for the next one")
     again = house.app("alice", extended=extended).ready()
     assert again.restored_from == {"sequence_id": -1, "begun": False, "forwarded": [], "told": []}
     assert again.state["forwarded"] == [1, 2, 3]
@@ -217,7 +217,7 @@ def test_an_app_that_leaves_in_the_middle_of_a_message(house: House) -> None:
     app.send(encode_outgoing_rpc("", FORWARD, 2, (2).to_bytes(4, "little"))[:-1])
     app.until(lambda: app.state["forwarded"] == [1])
     app.close()
-    process.line("the app is gone; waiting for the next one")
+    process.line("the app disconnected; waiting for the next one")
     assert process.count("the app's connection ended in the middle of a message; that message is dropped") == 1
     again = house.app("alice").ready()
     assert again.state["forwarded"] == [1]

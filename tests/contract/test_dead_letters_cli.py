@@ -305,7 +305,7 @@ def test_drop_asks_first(letters: InstanceSettings, asked: Asked) -> None:
 def test_without_a_coordinator(letters: InstanceSettings, verb: str) -> None:
     said = immortal(letters, "dead-letters", "counter", verb, "--all", status=1).output
     assert said == (
-        "error: 'counter' does not run, and only its coordinator may change its dead letters: start it with 'immortal"
+        "error: 'counter' is not running, and only its coordinator can change its dead letters: start it with 'immortal"
         " run counter'\n"
     )
 

@@ -411,7 +411,7 @@ def test_a_standby_takes_the_checkpoints_and_recoveries_begin_there(house: House
     taken = house.immortal("checkpoint", "counter", "--json")
     assert taken.returncode == 0, taken
     assert first.said("checkpoint taken by a standby")
-    assert second.said("checkpoint taken for the one that writes the log")
+    assert second.said("checkpoint taken for the primary")
     assert not first.said("no standby took"), first.lines
     first.kill()
     house.until(lambda: second.said("recovered"), "the standby takes over")

@@ -90,7 +90,7 @@ def test_a_machine_is_lost_and_its_instance_goes_on_elsewhere(tmp_path: Path, ho
     assert "proved, by its check bytes: every record, checkpoint and table is as it was archived" in said
     assert "not proved: that this is the newest moment" in said
     assert "who wrote it: the log has no key" in said
-    assert f"what bob acknowledged behind record {with_three} is lost to it" in said
+    assert f"what bob acknowledged after record {with_three} is lost;" in said
     assert "bob: sound" in immortal(tmp_path, "log", "verify", "bob")
     bob, bobs_app = house.both("bob", peer="alice")
     bobs_app.until(lambda: bobs_app.state["told"] == [1, 2, 3])
@@ -154,7 +154,9 @@ def test_wrong_use_is_said_in_a_line(tmp_path: Path, house: House) -> None:
     shutil.rmtree(house.settings("bob").log)
     said = immortal(tmp_path, "restore", url, "bob", "--until", "2001-01-01", status=1)
     assert "the oldest moment of 'bob' in the archive ends with record" in said
-    assert "at risk: not known here" in immortal(tmp_path, "archive", "--to", url, "--show")
+    assert "at risk: unknown, since its log is on another machine" in immortal(
+        tmp_path, "archive", "--to", url, "--show"
+    )
     immortal(tmp_path, "unregister", "bob")
     assert "bob" in immortal(tmp_path, "restore", url, status=1)
 

@@ -103,7 +103,7 @@ def test_an_app_that_does_not_keep_up_blocks_its_peers_only_when_its_log_is_full
         assert told < 1000, "the log grows without end"
     tell(told + 1, told + 50)
     told += 50
-    line = bob_process.line("no more input is taken from peers, and no impulses: 'bob' is full: its log takes")
+    line = bob_process.line("input from peers and impulses are held back: 'bob' is full: its log takes")
     assert "log_limit_mb is 6 MiB" in line
     assert "'bob' refuses this instance's messages: 'bob' is full" in alice_process.line("stream stopped")
     status = alice_process.until(lambda status: output(status)["state"] == "failed")

@@ -165,7 +165,7 @@ def test_a_peer_is_refused(shop: Shop) -> None:
     shutil.rmtree(shop.folder / HOME / "till" / "log")
     shop.start("till", "--restart")
     shop.follow("A peer is refused", "stock")
-    shop.runs["stock"].line("the stream was reset and goes on")
+    shop.runs["stock"].line("the stream was reset and continues")
     shop.until_till_has(6)
 
 

@@ -90,7 +90,7 @@ def test_what_memory_has_no_room_for_waits_on_disk(house: House, meanwhile: str)
     # Beside that memory: an idle coordinator's 22 MiB, groups on their way to the disk and their copies. It does not
     # grow with what waits, which is 200 MiB.
     assert rss_mib(pair.alice_process) < (memory_bytes >> 20) + 84
-    assert "more goes to disk" in pair.alice_process.line("'bob' takes no messages")
+    assert "further ones go to disk" in pair.alice_process.line("'bob' takes no messages")
     if "kill" in meanwhile:
         pair.kill_alice()
         pair.start_alice()

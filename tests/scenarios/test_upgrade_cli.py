@@ -160,7 +160,7 @@ def test_an_upgrade_that_raises_leaves_the_old_version_running(folder: Path, sta
     run = start()
     assert run.line("old:") == "old: {'The': 2, 'the': 2, 'END': 2}"
     assert "the upgrade to version 2 failed: Counter.upgrade raised ValueError: not today" in run.line(
-        "version 1 goes on"
+        "version 1 stays in use"
     )
     assert run.count("starting the version before again") == 1
     assert run.stop() == 0
@@ -178,7 +178,7 @@ def test_an_app_of_another_version_than_asked_for_leaves_the_old_one_running(fol
     immortal(folder, "upgrade", "counter", "--to", "7", "new:Counter")
     run = start("--restart")
     assert run.line("old:")
-    assert "the app is of version 2, the upgrade is to version 7; version 1 goes on" in run.text
+    assert "the app is of version 2, the upgrade is to version 7; version 1 stays in use" in run.text
 
 
 def test_an_upgrade_that_is_killed_is_tried_again(folder: Path, start: Start) -> None:

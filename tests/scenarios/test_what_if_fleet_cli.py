@@ -360,7 +360,7 @@ def test_a_page_shows_all_of_it_and_needs_nothing_from_elsewhere(folder: Path) -
     assert "No difference" in (folder / "page.html").read_text()  # a page of ours is replaced
     (folder / "mine.html").write_text("<!doctype html>")
     said = what_if(folder, *told, "--html", "mine.html", status=1)
-    assert "mine.html is there already, and is no page of immortal: give another name, or remove it first" in said
+    assert "mine.html exists and was not written by immortal: give another name, or remove it first" in said
     said = what_if(folder, *told, "--html", "page.html", "--bisect", "a..b", status=2)
     assert "--html, --parquet and --effects ask are for one" in said
 
@@ -397,7 +397,7 @@ def test_code_that_hangs_ends_with_its_command(folder: Path) -> None:
 @pytest.mark.parametrize("option", ["--html", "--parquet"])
 def test_output_into_a_folder_that_is_missing_is_refused_first(folder: Path, option: str) -> None:
     said = what_if(folder, "--change", f"shop={variant(folder)}", option, "missing/page", status=1)
-    assert said.splitlines()[-1].endswith("there is no folder missing: make it, or give another place")
+    assert said.splitlines()[-1].endswith("the folder missing does not exist: create it, or give another path")
 
 
 def test_parquet_tables_have_each_difference_and_are_read_by_duckdb(folder: Path) -> None:

@@ -453,7 +453,10 @@ def test_the_fewest_inputs_become_a_test_that_fails_once_the_bug_is_gone(home: P
 
 def test_what_can_not_be_is_refused_in_one_line(home: Path) -> None:
     said = immortal(home, "why", "till", "mode", "--export", "missing/test_case.py", status=1)
-    assert said == "error: --export missing/test_case.py: there is no folder missing: make it, or give another place\n"
+    assert (
+        said
+        == "error: --export missing/test_case.py: the folder missing does not exist: create it, or give another path\n"
+    )
     assert "a number of at most 18 digits" in immortal(home, "why", "till", "mode", "--at", "9" * 30, status=2)
 
 

@@ -83,7 +83,7 @@ def test_the_status_reminds(tmp_path: Path) -> None:
         assert f"{name}: the key {key} expires in 3 days, on {soon}: rotate it" in shown
     assert "expires in 3 days" in json.loads(run(tmp_path, "status", "counter", "--json"))["key_reminders"][0]
     assert f"expires {soon}" in run(tmp_path, "keys", "counter")
-    assert "--expires goes with" in run(tmp_path, "keys", "counter", "--expires", soon, status=2)
+    assert "--expires needs" in run(tmp_path, "keys", "counter", "--expires", soon, status=2)
 
 
 @pytest.fixture
@@ -201,8 +201,8 @@ def fleet(tmp_path: Path) -> Made:
 
 def test_a_fleet_is_made_and_fits(fleet: Made) -> None:
     assert fleet.problems == []
-    assert "5 members in 3 folders: all keys fit" in fleet.output
-    assert fleet.run("--make").splitlines() == ["5 members in 3 folders: all keys fit"], "once"
+    assert "5 members in 3 folders: all keys match" in fleet.output
+    assert fleet.run("--make").splitlines() == ["5 members in 3 folders: all keys match"], "once"
     counter = Registry(fleet.folder / "a").load("counter")
     assert counter.allow == ("web", "reader")
     assert counter.permissions == {"web": Permission(frozenset({"place"})), "reader": EVERYTHING}
@@ -339,8 +339,8 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, proble
 
 def test_the_command_is_called_rightly(tmp_path: Path) -> None:
     assert "Missing argument 'NAME'" in run(tmp_path, "keys", status=2)
-    assert "--fleet FILE goes with --make or --check" in run(tmp_path, "keys", "--fleet", "f", status=2)
-    assert "--check goes with --fleet" in run(tmp_path, "keys", "x", "--check", status=2)
+    assert "--fleet FILE needs --make or --check" in run(tmp_path, "keys", "--fleet", "f", status=2)
+    assert "--check needs --fleet" in run(tmp_path, "keys", "x", "--check", status=2)
     assert "f cannot be read" in run(tmp_path, "keys", "--fleet", "f", "--check", status=1)
 
 

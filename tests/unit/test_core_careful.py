@@ -86,7 +86,7 @@ def test_three_deaths_at_a_message_are_a_verdict() -> None:
     (line,) = [text for level, text in driven.reports if level == "error"]
     text = "it ended the app's process 3 times"
     blamed = "Orders.place (record 1, message 0, called by shop)"
-    assert line == f"{blamed} is not called any more: {text}; its caller is told"
+    assert line == f"{blamed} is no longer called: {text}; its caller is told"
     verdict = Verdict(1, 0, VerdictKind.KILLED, KILLED_TYPE, text, method="Orders.place", caller="shop")
     assert driven.store.summary().verdicts == [verdict]
     assert suspect_of(driven) == NO_SUSPECT
@@ -102,7 +102,7 @@ def test_deaths_at_a_message_that_failed_before_are_said() -> None:
         dies(driven, BLAMED)
     _, line = [text for level, text in driven.reports if level == "error"]
     where = "record 1, message 0, called by shop"
-    said = "which failed before: deploy code that does not end it there"
+    said = "where it failed before: deploy code that does not end the process there"
     assert line == f"it ended the app's process 3 times at {where}, {said}"
     assert len(driven.store.summary().verdicts) == 1
 

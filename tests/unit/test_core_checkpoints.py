@@ -74,7 +74,7 @@ def test_a_snapshot_that_fails_leaves_the_checkpoint_before_it() -> None:
     assert [header.checkpoint_id for header in driven.store.summary().checkpoints] == [1]
     assert (
         "error",
-        "the app could not take its checkpoint: the child was killed; the one before stays in use",
+        "the app could not take a checkpoint: the child was killed; the previous one stays in use",
     ) in driven.reports
     driven.handle(ev.CheckpointRequested())
     driven.data(checkpoint(b"whole"))

@@ -58,7 +58,7 @@ def test_that_a_receiver_is_waited_for_is_said_once() -> None:
     driven.store.cut(2)
     second = driven.crash()
     second.connect()
-    said = ("warning", "the log was cut: waiting for 'b' to say how much of this instance's calls they have")
+    said = ("warning", "the log was cut: waiting for 'b' to report which calls of this instance they have")
     for part in (HELLO, attach("b"), call("b", 1), call("b", 2)):
         second.data(part)
     assert second.reports.count(said) == 1
@@ -136,7 +136,7 @@ def test_a_receiver_may_have_more_than_it_is_known_to_have() -> None:
     second.connect()
     second.data(HELLO + attach("b") + call("b", 1) + call("b", 2))
     assert second.phase is Phase.REPLAYING
-    waits = "the log was cut: waiting for 'b' to say how much of this instance's calls they have"
+    waits = "the log was cut: waiting for 'b' to report which calls of this instance they have"
     assert second.reports.count(("warning", waits)) == 1
     second.reply(FrameType.WELCOME, 6)
     assert second.phase is Phase.BECOMING_PRIMARY

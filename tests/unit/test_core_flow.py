@@ -218,7 +218,9 @@ def test_for_a_peer_that_takes_what_it_can_the_app_waits() -> None:
     assert pauses(driven) == ["PauseApp"]
     assert not driven.store.summary().spilled
     assert driven.machine.view.status(driven.now_ns)["held_up_for"] == ["b"]
-    assert any("the app waits for 'b'" in message for level, message in driven.reports if level == "info")
+    assert any(
+        "the app is slowed down: it calls 'b' faster" in message for level, message in driven.reports if level == "info"
+    )
     assert not [one for one in driven.reports if one[0] in ("warning", "error")]
     driven.reply(FrameType.TRIM_TO, 4)
     assert pauses(driven) == ["PauseApp", "ResumeApp"]
@@ -284,7 +286,7 @@ def lines(driven: Driven) -> list[str]:
 def test_each_change_is_told_once() -> None:
     driven = Driven.started(limits=SMALL)
     driven.data(attach("b") + calls("b", 1, 9))
-    assert ["'b' takes no messages" in line and "more goes to disk" in line for line in lines(driven)] == [True]
+    assert ["'b' takes no messages" in line and "further ones go to disk" in line for line in lines(driven)] == [True]
     for number in range(10, 40):
         driven.data(call("b", large(number)))
         if pauses(driven):
@@ -297,7 +299,7 @@ def test_each_change_is_told_once() -> None:
     assert lines(driven) == [], "it may be only for a moment"
     driven.now_ns += 11 * SECOND_NS
     driven.handle(ev.Tick())
-    assert lines(driven) == ["all that waits for 'b' is in memory again"]
+    assert lines(driven) == ["all messages that wait for 'b' are in memory again"]
     driven.handle(ev.Tick())
     assert len(lines(driven)) == 1
 

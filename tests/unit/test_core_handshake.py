@@ -354,7 +354,7 @@ def test_an_app_lost_in_any_phase_is_waited_for_and_recovered_under_a_new_epoch(
     driven.forget()
     driven.close()
     assert driven.phase is Phase.WAITING
-    assert ("warning", "the app is gone; waiting for the next one") in driven.reports
+    assert ("warning", "the app disconnected; waiting for the next one") in driven.reports
     driven.disk_all()
     driven.unanswered = ()
     driven.auto = True

@@ -154,7 +154,9 @@ def test_refused(case: str) -> None:
     assert driven.data(call("", 9, rpc_type=2)) == []
     driven.forget()
     driven.close()
-    assert [text for level, text in driven.reports if level != "debug"] == ["the app is gone; waiting for the next one"]
+    assert [text for level, text in driven.reports if level != "debug"] == [
+        "the app disconnected; waiting for the next one"
+    ]
     driven.connect()
     driven.data(encode_hello(Hello(ALL_EXTENSIONS)) if make is not base else b"")
     driven.data(first_start() if driven.phase is Phase.FIRST_START else checkpoint(b"next"))

@@ -141,7 +141,7 @@ def test_an_upgrade_that_fails_is_given_up_and_the_old_version_goes_on(blobs: in
     assert second.of(ef.UpgradeEnded) == [ef.UpgradeEnded(2, "ValueError: no such word (counter.py, line 3)")]
     assert (
         "error",
-        "the upgrade to version 2 failed: ValueError: no such word (counter.py, line 3); version 1 goes on",
+        "the upgrade to version 2 failed: ValueError: no such word (counter.py, line 3); version 1 stays in use",
     ) in second.reports
     assert second.of(ef.CloseApp)
     second.close()

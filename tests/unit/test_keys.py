@@ -369,11 +369,11 @@ def test_the_command_tells_what_is_missing(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
     for name in ("alice", "bob"):
         registry.register(name, "tcp://127.0.0.1:*")
-    assert "alice has no keys: its peers reach it in plain ('immortal keys alice --make')" in run(
+    assert "alice has no keys: its connections are not encrypted ('immortal keys alice --make')" in run(
         tmp_path, "keys", "alice"
     )
     run(tmp_path, "keys", "alice", "--make")
-    assert "bob: no key, and so may not call" in run(tmp_path, "keys", "alice")
+    assert "bob: no key, so its calls are refused" in run(tmp_path, "keys", "alice")
     keys.public_path(tmp_path / "alice").write_text(KEY)
     assert "the public file differs" in run(tmp_path, "keys", "alice")
     assert "differs" not in run(tmp_path, "keys", "alice", "--make")

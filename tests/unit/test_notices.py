@@ -42,16 +42,16 @@ LINES: dict[str, Notice] = {
     "error   counter  checkpoint 2 is damaged (cut off); falling back to the one before": notices.CheckpointDamaged(
         2, "cut off"
     ),
-    "warning counter  the app is gone; waiting for the next one  phase=normal": notices.AppGone("normal"),
+    "warning counter  the app disconnected; waiting for the next one  phase=normal": notices.AppGone("normal"),
     "error   counter  stream stopped: it has gone; its messages are kept  peer=b": notices.StreamStopped(
         "b", "it has gone"
     ),
     "warning counter  stream stopped: it is full; its messages are kept  peer=b": notices.StreamWaits(
         "b", "it is full"
     ),
-    "warning counter  'b' takes no messages: 64 MiB for it are in memory, more goes to disk"
+    "warning counter  'b' takes no messages: 64 MiB of messages for it are in memory, further ones go to disk"
     "  peer=b memory_mib=64 spilled_mib=0.5": notices.Spills("b", 64, 0.5, "takes no messages", 64),
-    "warning counter  the upgrade to version 2 was interrupted: the old version is whole, and the upgrade is tried"
+    "warning counter  the upgrade to version 2 was interrupted: the old version is intact, and the upgrade is tried"
     " again at the next start": notices.UpgradeInterrupted(2),
     "info    counter  the upgrade to version 2 retries dead letters that were refused  count=3": notices.LettersRetried(
         2, 3
