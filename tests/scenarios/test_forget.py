@@ -141,7 +141,7 @@ def test_nothing_tells_the_address_any_more(tmp_path: Path) -> None:
             assert control.query(folder, "pause", argument={"who": "ann, to forget a person"})["changed"]
             lock = open_lock(tmp_path / "keys/.lock")
             acquire_lock(lock, 0)
-            assert f"process {os.getpid()} is just forgetting" in immortal(tmp_path, "forget", "ann", status=1)
+            assert f"process {os.getpid()} is forgetting persons" in immortal(tmp_path, "forget", "ann", status=1)
             os.close(lock)
             # Its handler could not go on from the journal: it took another way.
             refused = immortal(tmp_path, "forget", "bob", status=1)

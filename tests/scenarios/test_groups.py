@@ -135,7 +135,7 @@ def test_members_join_leave_and_are_expelled(tmp_path: Path) -> None:
         shown = group.show()
         assert (shown["members"], shown["silent"]) == (["b1", "b2", "b3", "b4"], ["b3"])
         assert "not running here: b3" in immortal(tmp_path, "group", "show", "prices")
-        assert "is no member" in immortal(tmp_path, "group", "expel", "prices", "x", "--yes", status=1)
+        assert "is not a member" in immortal(tmp_path, "group", "expel", "prices", "x", "--yes", status=1)
         assert "(groups here: prices)" in immortal(tmp_path, "group", "expel", "rates", "b3", "--yes", status=1)
         assert "Aborted" in immortal(tmp_path, "group", "expel", "prices", "b3", given="n\n", status=1)
         said = immortal(tmp_path, "group", "expel", "prices", "b3", "--yes")
