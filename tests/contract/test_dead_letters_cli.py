@@ -412,7 +412,7 @@ def test_a_running_instance_refuses(settings: InstanceSettings, asked: Asked) ->
 
 def test_audit_stands_alone(settings: InstanceSettings) -> None:
     assert (
-        "--audit goes with no other"
+        "--audit can be combined with --json only"
         in immortal(settings, "log", "show", "counter", "--audit", "--limit", "3", status=2).output
     )
 
