@@ -475,7 +475,7 @@ def test_register_with_two_ports(house: House) -> None:
     peer = ["--peer", "tcp://127.0.0.1:7001", "--app-port", "7002"]
     result = runner.invoke(main, [*base, "alice", *peer, "--app-send-port", "7003"])
     assert result.exit_code == 0, result.output
-    assert "app at 127.0.0.1:7002 (connects, too, at 127.0.0.1:7003)" in result.output
+    assert "app at 127.0.0.1:7002 (also connects at 127.0.0.1:7003)" in result.output
     assert "start it with: immortal coordinator alice" in result.output
     alice = house.settings("alice")
     assert (alice.app_port, alice.app_send_port, alice.app_send_mode) == (7002, 7003, CONNECT)
