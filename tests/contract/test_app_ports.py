@@ -498,7 +498,7 @@ def test_run_is_for_apps_with_one_connection(house: House) -> None:
     house.register("alice", app_send_port=0)
     result = CliRunner().invoke(main, ["--home", str(house.home), "run", "alice", "wordcount:Counter"])
     assert result.exit_code == 1
-    assert "start 'immortal coordinator alice' and the app by itself" in result.output
+    assert "run 'immortal coordinator alice' and start the app yourself" in result.output
 
 
 def test_run_gives_the_app_an_address_that_each_machine_has(house: House) -> None:

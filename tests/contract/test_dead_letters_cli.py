@@ -367,7 +367,7 @@ def test_skip_of_a_stopped_instance(settings: InstanceSettings) -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ("0:0", "behind its checkpoint 1 there are records 1 to 2"),
+        ("0:0", "after its checkpoint 1 there are records 1 to 2"),
         ("3:0", "record 3 is not one that 'counter' would replay"),
         ("1:4", "record 1 has no message 4: messages are counted from 0"),
     ],

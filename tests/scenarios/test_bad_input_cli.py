@@ -159,7 +159,7 @@ def test_wrong_usage(home: Path, arguments: tuple[str, ...], said: str) -> None:
 def test_run_without_an_app(home: Path) -> None:
     register(home)
     assert error_of(home, "run", "counter") == (
-        "'counter' has not been run yet: say what its app is ('immortal run counter MODULE:CLASS')"
+        "'counter' has not been run yet: give its app ('immortal run counter MODULE:CLASS')"
     )
 
 
