@@ -99,7 +99,7 @@ def _run(database: Database, query: str, *, as_csv: bool, as_json: bool, parquet
         else:
             _print_rows(columns, rows)
     except duckdb.PermissionException as error:
-        raise FailedError(f"{error}\na query can't access files without --unsealed") from None
+        raise FailedError(f"{error}\na query can't access files: --unsealed lets it") from None
     except duckdb.Error as error:
         raise wrong_query(error) from None
 

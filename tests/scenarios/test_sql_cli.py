@@ -260,7 +260,7 @@ def test_a_query_reaches_no_file(folder: Path, query: str) -> None:
     (folder / "secret.csv").write_text("a\n1\n")
     before = sorted(folder.iterdir())
     said = immortal(folder, "sql", query, status=1)
-    assert "can't access files without --unsealed" in said
+    assert "--unsealed lets it" in said
     assert sorted(folder.iterdir()) == before
 
 
