@@ -65,9 +65,7 @@ def numbers(
     metavar="N",
     help="Measure instead the idle cost of N instances, each with ten peers.",
 )
-@click.option(
-    "--isolation", is_flag=True, help="Measure instead the cost of a dead and a stalled peer to eight others."
-)
+@click.option("--isolation", is_flag=True, help="Measure instead the cost of a dead and a stalled peer to others.")
 @click.option("--failing", is_flag=True, help="Measure instead the cost of a failing call.")
 @click.option(
     "--state",
@@ -94,21 +92,12 @@ def numbers(
     help="With --calls, --embedded: size of the argument, in bytes.",
 )
 @click.option(
-    "--seconds",
-    type=click.FloatRange(0.01, 3600.0),
-    default=2.0,
-    show_default=True,
-    help="Approximate time of one turn.",
+    "--seconds", type=click.FloatRange(0.01, 3600.0), default=2.0, show_default=True, help="Time of one turn, roughly."
 )
-@click.option(
-    "--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of each measurement."
-)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of a measurement.")
 @json_option
 def bench(folder: Path | None, as_json: bool, **options: Any) -> None:
-    """Measure one-way calls between two services with durable logs.
-
-    The rate of the disk alone is shown for comparison.
-    """
+    """Measure one-way calls between two services with durable logs, and the disk alone."""
     chosen = [name for name in OTHERS if options[name]]
     if len(chosen) > 1 or (options["curve"] and chosen not in ([], ["fleet"])):
         each = "--calls, --embedded, --curve, --fleet, --failing, --isolation"

@@ -245,9 +245,7 @@ def _background(project: Project) -> RunLockHolder | None:
 
     found = holder(project.home)
     if found is not None and found.what != COMMAND:
-        raise FailedError(
-            f"the project runs already, by '{found.what}', process {found.pid}: stop it there with Ctrl-C"
-        )
+        raise FailedError(f"the project runs already, by '{found.what}', process {found.pid}: press Ctrl-C there")
     return found
 
 
@@ -345,11 +343,7 @@ def _end(found: RunLockHolder, timeout_s: float) -> None:
 
 @click.command()
 @project_option
-@click.option(
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the unit files.  [default: print them]",
-)
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder to write the unit files to.")
 @click.option("--user", "for_user", is_flag=True, help="Make units for your user's systemd, not the system's.")
 @click.pass_context
 def systemd(ctx: click.Context, path: Path | None, output: Path | None, for_user: bool) -> None:

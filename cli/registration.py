@@ -120,10 +120,7 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
 @click.argument("file", type=click.File("r", encoding="utf-8"), default="-")
 @pass_registry
 def set_settings(registry: Registry, name: str, file: IO[str]) -> None:
-    """Replace all settings of an instance with FILE or stdin.
-
-    Other machines see the change within two seconds.
-    """
+    """Replace all settings of an instance with FILE or stdin. Other machines see them within two seconds."""
     before = registry.load(name).log
     settings = registry.replace(name, file.read())
     moved = "" if settings.log == before else f"; its log is {settings.log} from its next start on"
@@ -135,10 +132,7 @@ def set_settings(registry: Registry, name: str, file: IO[str]) -> None:
 @click.argument("machine")
 @pass_registry
 def forget(registry: Registry, name: str, machine: str) -> None:
-    """Revoke the keys that NAME has on MACHINE.
-
-    'immortal registry show NAME' lists the machines.
-    """
+    """Revoke the keys that NAME has on MACHINE, as listed by 'immortal registry show NAME'."""
     if not _shared(registry).forget(name, machine):
         raise FailedError(f"{name!r} has no keys on machine {machine!r}: 'immortal registry show {name}' lists them")
     echo(f"{name}: the keys of {machine} are revoked")
@@ -171,8 +165,7 @@ def copy(registry: Registry, url: str) -> None:
 def role(registry: Registry, role: str, names: Sequence[str], url: str | None, remove: bool) -> None:
     """Create a database role for the logs and settings of NAME only.
 
-    Run this as the owner of the schema 'immortal', with the right to create roles. NAME uses ROLE from its next start
-    on.
+    Run this as the owner of the schema 'immortal', with the right to create roles. NAME uses ROLE after a restart.
     """
     for name in names:
         log = registry.load(name).log

@@ -101,9 +101,7 @@ def _record_at(settings: InstanceSettings, time: Time) -> int:
 @debugpy_option("Like --break, for VS Code or another debugpy client: wait for it at PORT of this machine.")
 @click.option("--state", "shows_state", is_flag=True, help="Print the state at the end, as JSON.")
 @click.option(
-    "--state-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the state at the end, in the app's own encoding.",
+    "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="Write that state in the app's own encoding."
 )
 @click.option("--lines", is_flag=True, help="Show the app's output, also that of immortal.logger.")
 @click.option("--follow", is_flag=True, help="Keep replaying new records until Ctrl-C or --to.")

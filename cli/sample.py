@@ -54,9 +54,7 @@ class _Share(click.ParamType):  # type: ignore[type-arg]
     metavar="ARGUMENT",
     help="Keep --share of this argument's values, each with all its inputs; repeatable.",
 )
-@click.option(
-    "--keep", callback=function_name, metavar="MODULE:FUNCTION", help="Function that returns True for inputs to keep."
-)
+@click.option("--keep", callback=function_name, metavar="MODULE:FUNCTION", help="Function that selects the inputs.")
 @click.option(
     "--redact",
     callback=function_name,

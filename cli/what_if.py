@@ -96,16 +96,11 @@ class _WhatIf(click.Command):
 )
 @_code_option
 @click.option(
-    "--old-app",
-    metavar="MODULE:CLASS",
-    callback=app_or_hand,
-    help="Code to compare with.  [default: the instance's own]",
+    "--old-app", metavar="MODULE:CLASS", callback=app_or_hand, help="Code to compare with.  [default: NAME's own]"
 )
 @app_port_option()
 @app_port_option("old-app")
-@click.option(
-    "--from", "checkpoint_id", type=click.IntRange(min=0), help="Checkpoint to begin at.  [default: the oldest]"
-)
+@click.option("--from", "checkpoint_id", type=click.IntRange(min=0), help="Checkpoint to begin at, not the oldest.")
 @click.option("--to", "last_sequence_id", type=click.IntRange(min=0), help="Last record to handle.")
 @click.option(
     "--upgrade",
@@ -270,10 +265,7 @@ def _duration_ns(ctx: click.Context, parameter: click.Parameter, value: str | No
     help="How to answer effects without a result in the logs.",
 )
 @click.option(
-    "--answer",
-    callback=function_name,
-    metavar="MODULE:FUNCTION",
-    help="Function that answers new calls to services without a log.",
+    "--answer", callback=function_name, metavar="MODULE:FUNCTION", help="Answers new calls to services without a log."
 )
 @click.option(
     "--check", callback=function_name, metavar="MODULE:FUNCTION", help="Function that checks the services' states."

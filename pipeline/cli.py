@@ -193,10 +193,7 @@ def pipeline() -> None:
 @click.option("--tables", metavar="NAME,...", help="raw, records, messages, outputs, checkpoints.  [default: all]")
 @spark_options
 def export(paths: list[str], folder: Path, tables: str | None, run: Run) -> None:
-    """Export logs to Parquet files, by instance and day.
-
-    Each run adds new records only, and compares its output with the logs before it commits.
-    """
+    """Export new records to Parquet, by instance and day. The output is compared with the logs before it commits."""
     fleet = _open(paths, run)
     from immortal.pipeline.jobs import export as job
     from immortal.pipeline.report.text import export_lines
@@ -263,10 +260,7 @@ def verify(paths: list[str], limit: int, run: Run) -> None:
 )
 @spark_options
 def stats(paths: list[str], decode: str | None, page: Path | None, top: int, run: Run) -> None:
-    """Report calls, bytes and times from sending to logging.
-
-    The figures are by service, method, minute and pair of services.
-    """
+    """Report calls, bytes and times from sending to logging, by service, method, minute and pair of services."""
     fleet = _open(paths, run)
     from immortal.pipeline.jobs import stats as job
     from immortal.pipeline.report.text import stats_lines
@@ -344,15 +338,10 @@ def trace(
 
 
 @pipeline.command()
-@click.option(
-    "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Archive to write (.tar.gz)."
-)
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Archive file (.tar.gz).")
 @click.option("--code", type=click.Path(exists=True, path_type=Path), help="Folder or wheel with your own modules.")
 def pack(out: Path, code: Path | None) -> None:
-    """Pack this environment's packages for Spark executors.
-
-    Give the archive to the other commands: '--master spark://... --env ARCHIVE'.
-    """
+    """Pack this environment's packages for Spark executors: '--master spark://... --env ARCHIVE'."""
     require_packages()
     from immortal.pipeline import packing
 

@@ -66,10 +66,7 @@ def _address_options(port: int, token_help: str, or_else: str) -> Callable[[Func
             click.option("--tls-key", type=_FILE, help="Private key of the certificate (PEM)."),
             click.option("--tls-cert", type=_FILE, help="TLS certificate (PEM)."),
             click.option(
-                "--host",
-                default="127.0.0.1",
-                show_default=True,
-                help="Address to listen at; one that other machines reach needs TLS and a token.",
+                "--host", default="127.0.0.1", show_default=True, help="Address; a public one needs TLS and a token."
             ),
             click.option(
                 "--port",
