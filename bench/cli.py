@@ -54,19 +54,19 @@ def numbers(
     default="16,64,1024,65536",
     show_default=True,
     callback=numbers("sizes in bytes", 0, SIZE_BYTES_MAX, "16,64,1024"),
-    help="Arguments, in bytes.",
+    help="Sizes of the arguments, in bytes.",
 )
-@click.option("--folder", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Where the logs go.")
-@click.option("--curve", is_flag=True, help="Between instances with keys: encrypted and authenticated.")
-@click.option("--log-key", is_flag=True, help="With logs that are authenticated with a key.")
+@click.option("--folder", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Folder for the logs.")
+@click.option("--curve", is_flag=True, help="Give the instances keys: encrypted and authenticated streams.")
+@click.option("--log-key", is_flag=True, help="Authenticate the logs with a key.")
 @click.option(
     "--fleet",
     type=click.IntRange(2, FLEET_SIZE_MAX),
     metavar="N",
-    help="Run instead N instances that each call ten others: what they cost while idle.",
+    help="Measure instead the idle cost of N instances, each with ten peers.",
 )
-@click.option("--isolation", is_flag=True, help="Measure instead what a dead and a stalled peer cost eight others.")
-@click.option("--failing", is_flag=True, help="Measure instead what a call that fails costs.")
+@click.option("--isolation", is_flag=True, help="Measure instead the cost of a dead and a stalled peer to others.")
+@click.option("--failing", is_flag=True, help="Measure instead the cost of a failing call.")
 @click.option(
     "--state",
     default="1,1024",
@@ -75,33 +75,33 @@ def numbers(
     help="With --failing: sizes of the service's state, in MiB.",
 )
 @click.option("--calls", is_flag=True, help="Measure instead calls that wait for their answers.")
-@click.option("--where", is_flag=True, help="With --calls: where the time of one call goes, hop by hop.")
-@click.option("--embedded", is_flag=True, help="Measure instead services in one process beside those with sidecars.")
+@click.option("--where", is_flag=True, help="With --calls: show the time of one call, hop by hop.")
+@click.option("--embedded", is_flag=True, help="Measure instead embedded services, and compare with sidecars.")
 @click.option(
     "--outstanding",
     default="1,64,1000",
     show_default=True,
     callback=numbers("numbers of calls", 1, OUTSTANDING_MAX, "1,64,1000"),
-    help="With --calls: how many calls wait at a time.",
+    help="With --calls: numbers of calls that wait at a time.",
 )
 @click.option(
     "--size",
     type=click.IntRange(NUMBER_SIZE_BYTES, SIZE_BYTES_MAX),
     default=16,
     show_default=True,
-    help="With --calls, --embedded: the argument, in bytes.",
+    help="With --calls, --embedded: size of the argument, in bytes.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(0.01, 3600.0), default=2.0, show_default=True, help="Of one turn, roughly."
+    "--seconds", type=click.FloatRange(0.01, 3600.0), default=2.0, show_default=True, help="Time of one turn, roughly."
 )
-@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of each.")
+@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of a measurement.")
 @json_option
 def bench(folder: Path | None, as_json: bool, **options: Any) -> None:
-    """One-way calls between two services with durable logs, next to what the disk alone does."""
+    """Measure one-way calls between two services with durable logs, and the disk alone."""
     chosen = [name for name in OTHERS if options[name]]
     if len(chosen) > 1 or (options["curve"] and chosen not in ([], ["fleet"])):
         each = "--calls, --embedded, --curve, --fleet, --failing, --isolation"
-        raise click.UsageError(f"{each} each measure something else")
+        raise click.UsageError(f"{each} each measure something else: give one")
     if options["log_key"] and chosen:
         raise click.UsageError("--log-key is for one-way calls")
     if options["where"] and chosen != ["calls"]:
@@ -129,9 +129,5 @@ def bench(folder: Path | None, as_json: bool, **options: Any) -> None:
     else:
         show(what, figures)
         optimised = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "")
-        how = (
-            "with its optimisations"
-            if optimised
-            else "without its optimisations: a call takes 1.2 to 1.5 times as long"
-        )
-        echo(f"by Python {platform.python_version()}, built {how}")
+        how = "with optimisations" if optimised else "without optimisations: a call takes 1.2 to 1.5 times as long"
+        echo(f"Python {platform.python_version()}, built {how}")

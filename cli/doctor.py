@@ -37,22 +37,21 @@ _PAYLOAD = re.compile(r"(\b\w+\.\w+\(|\braised \w+: |//[^@/\s]*:(?=[^@/\s]*@)).*
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write a zip archive for a bug report: findings, versions, status, settings, last lines; no payloads.",
+    help="Write a zip archive for a bug report: findings, versions, status, settings, last output; no payloads.",
 )
 @pass_registry
 def doctor(registry: Registry, name: str | None, as_json: bool, bundle: Path | None) -> None:
-    """Say what is wrong here: with the installation, the home, its disks, the clock, limits and memory.
+    """Check this installation, the home folder, disks, clock, limits and memory.
 
-    With NAME: what the crash of one machine would lose of it, by where its log is and how that is set up, and what is
-    wrong with its own files and disk. Nothing is changed; syncs are measured in a file of its own, a second for each
-    disk.
+    With NAME, check that instance: what the crash of one machine would lose, given the place of its log, and problems
+    of its files and disk. Nothing is changed; sync times are measured in a separate file, for a second on each disk.
 
-    The exit status is 1 if there is a problem, else 0: a note is none.
+    Exit status: 0 if there is no problem (a note is not one), 1 if there is.
     """
     if bundle is not None:
         if as_json or bundle.exists():
-            given = "--json too" if as_json else f"{bundle}, which exists"
-            raise click.UsageError(f"--bundle was given {given}; it writes one new file")
+            wrong = "can't be combined with --json" if as_json else f"{bundle}: the file exists, give a new one"
+            raise click.UsageError(f"--bundle {wrong}")
         write_bundle(registry, bundle, None if name is None else [registry.load(name).name])
         return
     if name is not None:
@@ -106,7 +105,7 @@ def write_bundle(registry: Registry, path: Path, names: list[str] | None = None)
             archive.writestr(f"{path.stem}/{file_name}", content)
     for file_name, content in files.items():
         echo(f"{len(content):>9,} bytes  {file_name}")
-    echo(f"{path}: look it through before you send it")
+    echo(f"{path}: check its content before you send it")
 
 
 def _json(value: object) -> bytes:
@@ -128,10 +127,10 @@ def _state(settings: InstanceSettings) -> Iterator[Finding]:
         return
     state = check_state_is_savable(settings)
     if state.divergence:
-        yield problem(Area.HOME, state.divergence, "its next start stops there", "the code that made these calls")
+        yield problem(Area.HOME, state.divergence, "its next start stops there", "run the code that made these calls")
     elif state.problem:
-        why = "it works on, without checkpoints: its log grows, and its recoveries take longer"
-        ways = "'immortal skip' of that message (--handled while it is stopped), new code, or a codec for the type"
+        why = "it works, but takes no checkpoints: its log grows, and its recoveries take longer"
+        ways = "'immortal skip' that message (--handled while it is stopped), new code, or a codec for the type"
         yield problem(Area.HOME, f"{settings.name}: {state.problem}", why, ways)
     elif state.note:
         yield note(Area.HOME, f"{settings.name}: {state.note}", "its next checkpoint shows it", "see that message")

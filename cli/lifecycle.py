@@ -42,11 +42,11 @@ _WORKS = ("normal", "taking a checkpoint")
 @timeout_option(STOP_TIMEOUT_S)
 @pass_registry
 def stop(registry: Registry, name: str, timeout_s: float) -> None:
-    """Stop an instance cleanly, with a checkpoint, and wait until it has ended.
+    """Stop an instance cleanly and wait until it has ended.
 
-    Where another process follows its log, that one goes on, at once and without a checkpoint.
+    The instance takes a checkpoint first. If another process follows its log, that process takes over at once instead.
 
-    One that does not run is stopped already: status 0.
+    Exit status: 0 if the instance is stopped, also if it did not run; 1 if not.
     """
     settings = registry.load(name)
     found = control.supervisor(settings.folder) or control.running(settings.folder)
@@ -64,7 +64,7 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
         while not process.has_ended(STOP_POLL_S):
             waiting.go_on()
     if is_followed and (successor := _heir(place)) is not None:
-        echo(f"{name} is stopped here, and goes on at {successor}")
+        echo(f"{name} is stopped here, and now runs on {successor}")
     else:
         echo(f"{name} is stopped{checkpoint_at_stop(settings)}")
 
@@ -74,9 +74,9 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
 @timeout_option(STOP_TIMEOUT_S)
 @pass_registry
 def restart(registry: Registry, name: str, timeout_s: float) -> None:
-    """Stop an instance cleanly and start it again, with the code as it is now, and wait until it works.
+    """Restart an instance cleanly, with its present code, and wait until it works.
 
-    'immortal run' does it, which goes on. An upgrade that was asked for is done at the same time.
+    The instance must run under 'immortal run', which starts it again. A requested upgrade is done at the same time.
     """
     echo(restart_instance(registry.load(name), timeout_s))
 
@@ -93,7 +93,7 @@ def restart_instance(settings: InstanceSettings, timeout_s: float) -> str:
         waiting = _Waiting(settings, "up again", timeout_s)
         while (status := _working_status(settings, before)) is None:
             if process.has_ended(STOP_POLL_S):
-                raise FailedError(f"{name} was stopped, and has not come up again; the lines of 'immortal run' say why")
+                raise FailedError(f"{name} stopped and did not start again: see the output of its 'immortal run'")
             waiting.go_on()
     if mark is not None and mark.pending and (now := upgrade_mark.read(settings.folder)) is not None and now.problem:
         failed = f"the upgrade to version {now.to} failed: {now.problem}"
@@ -130,7 +130,7 @@ class _Process:
         except ProcessLookupError:
             pass
         except PermissionError:
-            raise FailedError(f"process {self._pid} belongs to another user, who can do this") from None
+            raise FailedError(f"process {self._pid} belongs to another user: run the command as that user") from None
 
     def has_ended(self, timeout_s: float) -> bool:
         return self._descriptor < 0 or bool(select.select([self._descriptor], [], [], timeout_s)[0])
@@ -167,7 +167,7 @@ class _Waiting:
         now_s, name = self._clock_s(), self._settings.name
         if now_s - self._began_s >= self._timeout_s:
             raise FailedError(
-                f"{name} is not {self._what} within {self._timeout_s:g} s, and goes on with it: it waits for "
+                f"{name} is not {self._what} within {self._timeout_s:g} s, but still tries: it waits for "
                 f"{_waits_for(self._settings)} ('immortal status {name}')"
             )
         if now_s - self._looked_s >= PATIENCE_S:
@@ -183,9 +183,9 @@ def _waits_for(settings: InstanceSettings) -> str:
         return "its app to connect"
     text = f"its app, in the phase {status['phase']!r}"
     if status["backlog_records"]:
-        text += f", with {status['backlog_records']} records before it"
+        text += f", with {status['backlog_records']} records to handle"
     if status["app_silent_s"]:
-        text += f"; it has taken nothing for {status['app_silent_s']:.0f} s"
+        text += f"; the app has accepted no input for {status['app_silent_s']:.0f} s"
     return text
 
 
@@ -210,8 +210,8 @@ def nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) -
         refuse_strangers(settings)
         return f"{name} does not run: 'immortal run {name}' starts it"
     return (
-        f"the coordinator of {name!r}, process {coordinator.pid}, was started without 'immortal run', so nobody would "
-        f"start it again: 'immortal stop {name}', then start it and its app as before"
+        f"the coordinator of {name!r}, process {coordinator.pid}, was started without 'immortal run', so nothing would "
+        f"start it again: run 'immortal stop {name}', then start the coordinator and the app as before"
     )
 
 
@@ -219,9 +219,9 @@ def refuse_strangers(settings: InstanceSettings) -> None:
     """Raise FailedError if a process that can't be asked holds the log, such as one that is just starting by hand."""
     place = place_of(settings.log)
     if place.is_shared and (holder := place.holder()) is not None:
-        raise FailedError(f"{settings.name!r} does not run on this machine; {holder} has it: ask there")
+        raise FailedError(f"{settings.name!r} does not run on this machine; {holder} has it: run the command there")
     if is_locked(settings.log):
-        raise FailedError(f"the log of {settings.name!r} is in use by a process that can't be asked yet: try it again")
+        raise FailedError(f"the log of {settings.name!r} is in use by a process that does not answer yet: try again")
 
 
 def _heir(place: Place) -> str | None:
@@ -242,7 +242,7 @@ def checkpoint_at_stop(settings: InstanceSettings) -> str:
     newest = summary.checkpoints[-1]
     behind = summary.last_sequence_id - newest.sequence_id
     if not behind:
-        return f", with checkpoint {newest.checkpoint_id} behind record {newest.sequence_id}"
+        return f", with checkpoint {newest.checkpoint_id} after record {newest.sequence_id}"
     return f", without a checkpoint of its last {behind} records: nothing is lost, the next start replays them"
 
 
@@ -255,39 +255,39 @@ POLL_S = 0.02
 
 @click.command()
 @name_argument
-@click.option("--to", default="", metavar="HOST", help="The machine; by default any that has caught up with the log.")
-@click.option("--wait", is_flag=True, help=f"Wait as long as the move takes.  [default: {TIMEOUT_S:g} s]")
+@click.option("--to", default="", metavar="HOST", help="Machine that takes over.  [default: any that has caught up]")
+@click.option("--wait", is_flag=True, help=f"Wait until the move is done, not only {TIMEOUT_S:g} s.")
 @json_option
 @pass_registry
 def migrate(registry: Registry, name: str, to: str, wait: bool, as_json: bool) -> None:
-    """Hand an instance over to another machine that follows its log, and wait until it works there.
+    """Move an instance to another machine that follows its log, and wait until it works there.
 
-    Its log is one that other machines reach (PostgreSQL). Who had the instance ends with status 4; with
-    'immortal run --restart' it follows from then on. HOST is a host name, or all of what 'immortal status' shows of a
-    standby: "HOST (process PID)".
+    The log must be in PostgreSQL. The process that ran the instance exits with status 4; with 'immortal run --restart'
+    it follows the log from then on. HOST is a host name, or a standby as 'immortal status' shows it:
+    "HOST (process PID)".
     """
     settings = registry.load(name)
     place = place_of(settings.log)
     if not place.is_shared:
         raise FailedError(
-            f"the log of {name!r} is in a folder, which no other machine reaches: 'immortal log copy {name} --to "
-            "postgresql://... --switch' brings it into a database, once it is stopped"
+            f"the log of {name!r} is in a folder, which no other machine reaches: stop {name}, and move its log into a "
+            f"database with 'immortal log copy {name} --to postgresql://... --switch'"
         )
     try:
         answer = ask_coordinator(settings, "hand-over", {"to": to, "who": operator_name()})
     except control.NotRunningError:
         holder = place.holder()
-        where = "it runs nowhere" if holder is None else f"{holder} has it: ask there"
+        where = "it runs nowhere" if holder is None else f"{holder} has it: run the command there"
         raise FailedError(f"{name!r} does not run here, so nothing can be handed over; {where}") from None
     successor, deadline_s = str(answer["to"]), time.monotonic() + TIMEOUT_S
     while place.holder() != successor or place.endpoint() is None:
         if not wait and time.monotonic() > deadline_s:
             raise FailedError(
-                f"{successor} has not taken {name!r} over within {TIMEOUT_S:g} s; the move goes on, and"
-                f" {place.holder() or 'nobody'} has it so far: 'immortal status {name}' says who; --wait waits longer"
+                f"{successor} has not taken over {name!r} within {TIMEOUT_S:g} s, and the move continues; so far"
+                f" {place.holder() or 'no process'} has it ('immortal status {name}'); --wait waits longer"
             )
         time.sleep(POLL_S)
     if as_json:
         echo_json({"name": name, "to": successor, "peer": place.endpoint()})
     else:
-        echo(f"{name}: {successor} has it now, at {place.endpoint()}")
+        echo(f"{name} now runs on {successor}, at {place.endpoint()}")

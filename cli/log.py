@@ -36,22 +36,22 @@ RENEWED_WITHIN_S = 20.0  # by a running coordinator, which may ask a command for
 
 @click.group(cls=Commands)
 def log() -> None:
-    """Show, check, copy or compare logs; change their keys."""
+    """Show, check, copy or compare logs, and change their keys."""
 
 
 @log.command()
 @name_argument
-@click.option("--from", "first", type=click.IntRange(min=0), help="The first record's sequence ID.")
-@click.option("--to", "last", type=click.IntRange(min=0), help="The last record's sequence ID.")
-@click.option("--limit", type=click.IntRange(min=1), help="At most so many records.")
+@click.option("--from", "first", type=click.IntRange(min=0), help="Sequence ID of the first record to print.")
+@click.option("--to", "last", type=click.IntRange(min=0), help="Sequence ID of the last record to print.")
+@click.option("--limit", type=click.IntRange(min=1), help="Number of records to print, at most.")
 @click.option(
     "--app",
     metavar="MODULE:CLASS",
     callback=app_name,
-    help="The class that names methods, and whose arguments are decoded.  [default: its own]",
+    help="Class used to name methods and decode arguments.  [default: the instance's own]",
 )
-@click.option("--by-execution", "groups", is_flag=True, help="Print the messages of one execution together.")
-@click.option("--audit", is_flag=True, help="Print what operators did, and no records.")
+@click.option("--by-execution", "groups", is_flag=True, help="Group messages by execution.")
+@click.option("--audit", is_flag=True, help="Print the operators' actions instead of records.")
 @json_option
 @pass_registry
 def show(
@@ -65,17 +65,17 @@ def show(
     audit: bool,
     as_json: bool,
 ) -> None:
-    """Print records and their messages; damaged ones are marked.
+    """Print records and their messages; damaged records are marked.
 
-    With --json one object per line. In arguments that are decoded, bytes are {"$bytes": HEX} and what JSON lacks of
-    floats is {"$float": "nan"}; "arguments" has the first bytes as Python writes them.
+    --json prints one object per line. In decoded arguments, bytes are {"$bytes": HEX}, and floats that JSON has no
+    form for are {"$float": "nan"}; "arguments" holds the first bytes in Python's notation.
     """
     if audit and (first, last, limit, app, groups) != (None, None, None, None, False):
-        raise click.UsageError("--audit goes with no other option but --json")
+        raise click.UsageError("--audit can be combined with --json only")
     if groups and as_json:
-        raise click.UsageError("--by-execution prints text: it does not go with --json")
+        raise click.UsageError("--by-execution prints text: it can't be combined with --json")
     if first is not None and last is not None and first > last:
-        raise click.UsageError(f"--from {first} is behind --to {last}")
+        raise click.UsageError(f"--from {first} is after --to {last}")
     settings = settings_with_log(registry, name)
     if audit:
         _show_audit(settings, as_json)
@@ -123,9 +123,9 @@ def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
 @json_option
 @pass_registry
 def verify(registry: Registry, name: str, as_json: bool) -> None:
-    """Recompute every checksum; say what is damaged, where, and what it means for recovery.
+    """Recompute every checksum, and report damage and its effect on recovery.
 
-    The exit status is 0 for a sound log, 1 for a damaged one.
+    Exit status: 0 if the log is sound, 1 if it is damaged.
     """
     settings = settings_with_log(registry, name)
     verification = own_logs.verify(settings)
@@ -165,9 +165,9 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @pass_registry
 def export(registry: Registry, name: str, file: Path) -> None:
-    """Write what a replay needs of the log to one new FILE, which tests can replay (assert_replays).
+    """Write the log to one new FILE that tests can replay (assert_replays).
 
-    The instance may run. Run 'immortal checkpoint NAME' before: then the file ends with a state to compare with.
+    The instance may run. Run 'immortal checkpoint NAME' first, so that the file ends with a state to compare.
     """
     settings = settings_with_log(registry, name)
     with own_logs.open_reader(settings) as reader:
@@ -185,9 +185,7 @@ def export(registry: Registry, name: str, file: Path) -> None:
     )
     last = summary.checkpoints[-1].sequence_id if summary.checkpoints else -1
     if last < summary.last_sequence_id:
-        echo(
-            f"behind record {last} it has calls to compare, and no state: 'immortal checkpoint {name}' before gives one"
-        )
+        echo(f"after record {last} it has calls to compare, but no state: run 'immortal checkpoint {name}' first")
 
 
 @log.command()
@@ -196,10 +194,10 @@ def export(registry: Registry, name: str, file: Path) -> None:
 @json_option
 @pass_registry
 def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
-    """Copy the log of NAME, as of now, into FOLDER; its coordinator may run meanwhile.
+    """Back up the log of NAME into FOLDER; the coordinator may run.
 
-    FOLDER is new or empty, or has an earlier backup of the same log: then only what came since is copied. Log and
-    backup are verified. A backup is a log: 'immortal log verify' and others read it, and an instance starts from it.
+    FOLDER must be new or empty, or hold an earlier backup of the same log: then only newer records are copied. Both
+    log and backup are verified. A backup is a log: other commands read it, and an instance can start from it.
     """
     settings = settings_with_log(registry, name)
     made = back_up(own_logs.place_of(settings), name, folder, own_logs.read_keys(settings))
@@ -212,23 +210,23 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
 @log.command()
 @name_argument
 @click.option(
-    "--to", "target", required=True, metavar="URL", help="A database (postgresql://USER@HOST/DATABASE), or a folder."
+    "--to", "target", required=True, metavar="URL", help="Database (postgresql://USER@HOST/DATABASE) or folder."
 )
-@click.option("--switch", is_flag=True, help="Let NAME, which is stopped, go on from the copy.")
+@click.option("--switch", is_flag=True, help="Use the copy from the next start on; NAME must be stopped.")
 @json_option
 @pass_registry
 def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool) -> None:
-    """Copy the log of NAME to another place: from a folder into a database, or back.
+    """Copy the log of NAME between a folder and a database.
 
-    Log and copy are verified. Its coordinator may run meanwhile: then the copy is as of now. With --switch, NAME is
-    stopped, and goes on from the copy at its next start.
+    Both log and copy are verified. The coordinator may run: then the copy has the records written up to now. With
+    --switch, NAME must be stopped, and uses the copy from its next start on.
     """
     settings = settings_with_log(registry, name)
     log = log_of_instance(target, name) if not is_in_folder(target) else os.path.abspath(split_url(target)[1])
     source, place = own_logs.place_of(settings), place_of(log)
     place.encryption_key = source.encryption_key
     if source.key == place.key:
-        raise click.UsageError(f"{target} is where the log of {name} is")
+        raise click.UsageError(f"{target} is the place of the log of {name} itself: give another one")
     if switch:
         control.refuse_running(settings.folder)
         if (holder := source.holder()) is not None:
@@ -238,14 +236,14 @@ def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool
         control.refuse_running(settings.folder)
         with own_logs.open_reader(settings, check=False) as reader:
             if reader.summary().last_sequence_id != made.last_sequence_id:
-                raise RegistryError(f"{name} has run meanwhile: it goes on from {source.where}, as before")
+                raise RegistryError(f"{name} ran during the copy: its log stays in {source.where}; try again")
         registry.remember_log(name, log)
     if as_json:
         echo_json({"name": name, "log": log, "switched": switch, **asdict(made)})
         return
     echo(f"{name}: {_kept(made)} in {place.where}: verified")
     if switch:
-        echo(f"{name} goes on from there at its next start; the log in {source.where} stays as it is: remove it once")
+        echo(f"{name} uses this copy from its next start on; the log in {source.where} is unchanged: remove it once")
         echo("all is well, so that nothing starts from it")
 
 
@@ -260,14 +258,16 @@ def _kept(made: Backup) -> str:
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
 @click.option(
-    "--limit", type=click.IntRange(min=0), default=5, show_default=True, help="At most so many of each in full."
+    "--limit", type=click.IntRange(min=0), default=5, show_default=True, help="Differences of a kind to print, at most."
 )
 @json_option
 @pass_registry
 def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool) -> None:
-    """Compare two logs record by record: A and B are instances, log folders or URLs.
+    """Compare two logs record by record.
 
-    The exit status is 0 if they hold the same, 3 if not.
+    A and B are instances, log folders or URLs.
+
+    Exit status: 0 if the logs are the same, 3 if they differ.
     """
     places = _log_place(registry, first), _log_place(registry, second)
     if places[0].key == places[1].key:
@@ -289,27 +289,27 @@ def _log_place(registry: Registry, name_or_log: str) -> Place:
         if place.exists():
             return place
         if not is_in_folder(name_or_log) or os.sep in name_or_log or os.path.isdir(name_or_log):
-            raise RegistryError(f"there is no log in {place.where}: an instance, or a log's folder, was expected")
+            raise RegistryError(f"there is no log in {place.where}: expected an instance or the folder of a log")
     return own_logs.place_of(settings_with_log(registry, name_or_log))
 
 
 @log.command()
 @name_argument
 @click.option(
-    "--rotate", is_flag=True, help="Make a new key, which the next start takes; copies still need the others."
+    "--rotate", is_flag=True, help="Make a new key for the next start; older copies of the log still need the old keys."
 )
-@click.option("--accept", is_flag=True, help="Take the log as it is now for right, unchecked, and give it the key.")
-@click.option("--off", is_flag=True, help="Make it a log without authentication.")
-@click.option("--yes", is_flag=True, help="With --accept or --off: do not ask.")
+@click.option("--accept", is_flag=True, help="Trust the present log unchecked, and authenticate it with the key.")
+@click.option("--off", is_flag=True, help="Remove the authentication of the log.")
+@click.option("--yes", is_flag=True, help="With --accept or --off: do not ask for confirmation.")
 @json_option
 @pass_registry
 def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, yes: bool, as_json: bool) -> None:
-    """Show which key authenticates the log of NAME, or change it.
+    """Show or change the key that authenticates the log of NAME.
 
-    log_key = "file" in the settings gives it one at the next start. Stop the coordinator before --accept and --off.
+    With log_key = "file" in the settings, the next start makes a key. Stop the coordinator before --accept and --off.
     """
     if rotate + accept + off > 1:
-        raise click.UsageError("--rotate, --accept and --off go one at a time")
+        raise click.UsageError("give only one of --rotate, --accept and --off")
     settings = registry.load(name)
     if rotate:
         own_logs.add_key(settings)
@@ -317,14 +317,14 @@ def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, ye
         settings_with_log(registry, name)
         control.refuse_running(settings.folder)
     if accept:
-        _confirm(yes, f"whatever is in the log of {name} counts as right from here on, forged or not")
+        _confirm(yes, f"from here on, everything in the log of {name} is trusted, forged or not")
         own_logs.accept(settings)
     if off:
         if settings.log_key is not None:
             raise RegistryError(
-                f"remove 'log_key' from {registry.path(name)} first: the next start would bring it back"
+                f"remove 'log_key' from {registry.path(name)} first: the next start would add the key again"
             )
-        _confirm(yes, f"whoever can write the log of {name} can put into it what they like from here on")
+        _confirm(yes, f"from here on, anybody with write access to the log of {name} can forge records")
         own_logs.forget_key(settings)
     _show_key(settings, as_json)
 
@@ -355,7 +355,7 @@ def _show_key(settings: InstanceSettings, as_json: bool) -> None:
         )
         return
     if marker is None:
-        hint = "" if settings.log_key is None else ": the next start gives it a key"
+        hint = "" if settings.log_key is None else ": the next start makes a key"
         echo(f"the log of {settings.name} is not authenticated{hint}")
     else:
         since = f", from record {marker.first_sequence_id} on" if marker.first_sequence_id else ""
@@ -363,23 +363,24 @@ def _show_key(settings: InstanceSettings, as_json: bool) -> None:
     for index, one in enumerate(ids):
         echo(f"  key {one}{'  in use' if index == 0 else ''}  in {path}")
     if marker is not None and marker.key_id not in ids:
-        echo(f"  key {marker.key_id} is NOT in {path}: nothing of the log can be checked")
+        echo(f"  key {marker.key_id} is NOT in {path}: the log can't be checked")
 
 
 @log.command()
 @name_argument
-@click.option("--renew", is_flag=True, help="Take the first key of 'encryption_key' from now on, also while NAME runs.")
+@click.option("--renew", is_flag=True, help="Use the first key of 'encryption_key' from now on; NAME may run.")
 @json_option
 @pass_registry
 def encryption(registry: Registry, name: str, renew: bool, as_json: bool) -> None:
-    """Show which keys encrypt the log of NAME, or take a new one: the log's data keys are wrapped by it anew.
+    """Show the keys that encrypt the log of NAME, or change to a new key.
 
-    Put the new key in front of the present one, which older copies need.
+    --renew encrypts the data keys of the log with the new key. Put that key before the present one in
+    'encryption_key': older copies of the log still need the present one.
     """
     settings = settings_with_log(registry, name)
     source = settings.encryption_key or ""
     if renew and not source:
-        raise RegistryError(f"{registry.path(name)} has no 'encryption_key', which says where the new key is")
+        raise RegistryError(f"{registry.path(name)} has no 'encryption_key': add it, with the place of the new key")
     if renew:
         if control.running(settings.folder) is not None:
             control.query(settings.folder, "renew-key")
@@ -399,7 +400,7 @@ def encryption(registry: Registry, name: str, renew: bool, as_json: bool) -> Non
                 break
             if time.monotonic() > end_s:
                 raise FailedError(
-                    f"{name} has not taken the key {wanted} within {RENEWED_WITHIN_S:.0f} s: its coordinator writes why"
+                    f"{name} does not use key {wanted} after {RENEWED_WITHIN_S:.0f} s: see its coordinator's output"
                 )
             time.sleep(0.05)
     if as_json:
@@ -411,13 +412,13 @@ def encryption(registry: Registry, name: str, renew: bool, as_json: bool) -> Non
 
 @log.command()
 @name_argument
-@click.option("--check", is_flag=True, help="Change nothing; say whether this program reads the log as it is.")
+@click.option("--check", is_flag=True, help="Change nothing; report whether this program can read the log.")
 @pass_registry
 def upgrade(registry: Registry, name: str, check: bool) -> None:
-    """Upgrade what has the log of NAME for this program, and say its format.
+    """Upgrade the database schema for the log of NAME, and show the log's format.
 
-    A log in a folder is read and written as it is. A database's schema is upgraded by its owner; older programs refuse
-    it from then on: stop all instances with a log there first.
+    A log in a folder needs no upgrade. Run this as the owner of the schema, and first stop all instances with a log in
+    this database: older versions of the program refuse the upgraded schema.
     """
     settings = registry.load(name)
     if not check and (said := place_of(settings.log).migrate()):
@@ -427,4 +428,4 @@ def upgrade(registry: Registry, name: str, check: bool) -> None:
             version = reader.identity.format_version
         echo(f"the log of {name} has format {version} ({FORMATS[version]}): this program reads and writes it as it is")
     elif check:
-        echo(f"{name} has no log yet: its first start makes one of this program's format")
+        echo(f"{name} has no log yet: its first start makes one in this program's format")

@@ -152,7 +152,7 @@ class _Difference(Struct, frozen=True):
         if self.message_index is not None:
             also = f" ({', '.join(what)} too)" if what else ""
             return f"record {self.sequence_id}, message {self.message_index} differs{also}:"
-        return f"record {self.sequence_id}: the messages are the same, not so its {' and '.join(what)}:"
+        return f"record {self.sequence_id}: the messages are the same, but not its {' and '.join(what)}:"
 
 
 class _CheckpointDifference(Struct, frozen=True):

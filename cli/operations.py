@@ -31,13 +31,13 @@ CHECKPOINT_TIMEOUT_S = 60.0
 @json_option
 @pass_registry
 def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -> None:
-    """Let a running instance take a checkpoint now, and wait until it is durable."""
+    """Take a checkpoint of a running instance now, and wait until it is durable."""
     taken = take_checkpoint(registry.load(name), timeout_s)
     if as_json:
         echo_json(taken)
     else:
         echo(
-            f"{name}: checkpoint {taken['id']} taken, behind record {taken['sequence_id']}: {taken['size_bytes']} bytes"
+            f"{name}: checkpoint {taken['id']} taken, after record {taken['sequence_id']}: {taken['size_bytes']} bytes"
         )
 
 
@@ -58,7 +58,7 @@ def take_checkpoint(settings: InstanceSettings, timeout_s: float) -> dict[str, A
         if time.monotonic() > deadline_s:
             raise FailedError(
                 f"no checkpoint of {name!r} within {timeout_s:g} s: it is in the phase {status['phase']!r}, "
-                f"and takes one as soon as its app answers ('immortal status {name}')"
+                f"and takes one once its app answers ('immortal status {name}')"
             )
         time.sleep(POLL_S)
 
@@ -77,26 +77,26 @@ def _failures(status: dict[str, Any]) -> int:
 @click.command()
 @name_argument
 @click.argument("app", metavar="[MODULE:CLASS]", required=False, callback=app_name)
-@click.option("--to", type=click.IntRange(min=1), help="The version to reach.")
-@click.option("--cancel", is_flag=True, help="Forget an upgrade that was asked for, or that failed.")
+@click.option("--to", type=click.IntRange(min=1), help="Version to upgrade or downgrade to.")
+@click.option("--cancel", is_flag=True, help="Cancel a requested or failed upgrade.")
 @pass_registry
 def upgrade(registry: Registry, name: str, app: str | None, to: int | None, cancel: bool) -> None:
-    """Mark an instance: at its next start the app's state and code become those of another version.
+    """Upgrade an instance's state and code to another version at its next start.
 
-    MODULE:CLASS is the class that holds both versions, by default the one that is registered. A lower version is a
-    downgrade. Without --to it says what is asked for, and how the last attempt ended. In a project, MODULE:CLASS is
-    written into its immortal.toml, which says what runs.
+    MODULE:CLASS is the class that has both versions, by default the registered one; in a project, it is written into
+    immortal.toml. A lower version is a downgrade. Without --to, the command shows the requested upgrade and the result
+    of the last attempt.
     """
     settings = registry.load(name)
     if cancel:
         if to is not None or app is not None:
-            raise click.UsageError("--cancel goes with no other option")
+            raise click.UsageError("--cancel can't be combined with --to or MODULE:CLASS")
         known = upgrade_mark.read(settings.folder)
         upgrade_mark.clear(settings.folder)
         project = project_with(registry, name)
         if known is not None and known.app_before is not None and project is not None:
             project.set_app(name, known.app_before)
-        forgotten = f"the upgrade to version {known.to} is forgotten" if known else "no upgrade is asked for"
+        forgotten = f"the upgrade to version {known.to} is cancelled" if known else "no upgrade is requested"
         echo(f"{name}: {forgotten}")
     elif to is None and app is None:
         echo(_state(settings))
@@ -107,25 +107,25 @@ def upgrade(registry: Registry, name: str, app: str | None, to: int | None, canc
 def _mark(settings: InstanceSettings, to: int | None, app: str | None, project: Project | None) -> None:
     name = settings.name
     if to is None and project is None:
-        raise click.UsageError("--to VERSION is missing: the version that this app brings")
+        raise click.UsageError("--to VERSION is missing: the version of this app")
     current = own_logs.log_version(settings)
     if current is None:
-        raise FailedError(f"{name!r} has not been started yet: it begins with whatever version it is run with")
+        raise FailedError(f"{name!r} has not been started yet: its first start takes the version of its app")
     if project is not None:
         service = project.service(name, app)
         to = to or service.version
         if not {current, to} <= {*service.versions}:
             known = ", ".join(map(str, service.versions))
-            raise FailedError(f"{service.app} has the versions {known}, expected {current}, as the log has, and {to}")
+            raise FailedError(f"{service.app} has the versions {known}, expected {current} (the log's) and {to}")
     assert to is not None
     if current == to:
-        raise FailedError(f"{name!r} is of version {to} already")
+        raise FailedError(f"{name!r} has version {to} already")
     before = project.set_app(name, app) if project is not None and app is not None else None
     upgrade_mark.write(settings.folder, UpgradeMark(to, app, app_before=before))
     holder = app or settings.app or "its app"
     echo(f"{name}: version {current} becomes version {to} at the next start, with {holder}")
     if before not in (None, app):
-        echo(f"{name}: immortal.toml names {app} now, and not {before}")
+        echo(f"{name}: immortal.toml now names {app} instead of {before}")
     echo(_next_start(settings, "run" if project is None else "up"))
 
 
@@ -133,11 +133,11 @@ def _next_start(settings: InstanceSettings, command: str) -> str:
     """Return what an operator must do so that the next start upgrades. ``command``: starts a stopped instance."""
     name = settings.name
     if control.supervisor(settings.folder) is not None:
-        return f"it runs now; for that start: immortal restart {name}"
+        return f"it is running; to upgrade it now: immortal restart {name}"
     running = control.running(settings.folder)
     if running is None:
         return f"start it with: immortal {command}{f' {name}' if command == 'run' else ''}"
-    return f"it runs now, without 'immortal run': 'immortal stop {name}', then start it and its app as before"
+    return f"it runs without 'immortal run': run 'immortal stop {name}', then start it and its app as before"
 
 
 def _state(settings: InstanceSettings) -> str:
@@ -145,7 +145,7 @@ def _state(settings: InstanceSettings) -> str:
     current = own_logs.log_version(settings)
     version = "not started yet" if current is None else f"version {current}"
     if mark is None:
-        return f"{settings.name}: {version}; no upgrade is asked for"
+        return f"{settings.name}: {version}; no upgrade is requested"
     if mark.pending:
         return f"{settings.name}: {version}; the next start upgrades it to version {mark.to}"
     return f"{settings.name}: {version}; the upgrade to version {mark.to} failed: {mark.problem}"
@@ -162,9 +162,9 @@ Values = dict[str, Any]
 @json_option
 @pass_registry
 def pause(registry: Registry, name: str, as_json: bool) -> None:
-    """Let a running instance take no more input: it is logged, and waits until the instance is resumed.
+    """Pause a running instance: new input is logged, and waits until it is resumed.
 
-    What the app was given before, it finishes. A restart ends the pause.
+    The app finishes the input that it has already. A restart ends the pause.
     """
     answer = _ask(registry, name, "pause")
     if as_json:
@@ -178,7 +178,7 @@ def pause(registry: Registry, name: str, as_json: bool) -> None:
 @json_option
 @pass_registry
 def resume(registry: Registry, name: str, as_json: bool) -> None:
-    """Let an instance that is paused go on with what its log has for it."""
+    """Resume a paused instance: it handles the input that has waited in its log."""
     answer = _ask(registry, name, "resume")
     if as_json:
         echo_json({"name": name, "changed": answer["changed"], "was_paused": answer["paused"]})
@@ -187,7 +187,7 @@ def resume(registry: Registry, name: str, as_json: bool) -> None:
 
 
 def _ask(registry: Registry, name: str, verb: str) -> Values:
-    not_running = f"{name!r} does not run, so there is nothing to {verb}: 'immortal run {name}'"
+    not_running = f"{name!r} does not run, so there is nothing to {verb}: start it with 'immortal run {name}'"
     return ask_coordinator(registry.load(name), verb, {"who": operator_name()}, not_running=not_running)
 
 
@@ -196,13 +196,13 @@ def _ask(registry: Registry, name: str, verb: str) -> Values:
 
 @click.command()
 @name_argument
-@click.option("--accept", is_flag=True, help="The machine's clock is right: take its jump now.")
+@click.option("--accept", is_flag=True, help="Trust the machine's clock: accept its jump now.")
 @json_option
 @pass_registry
 def clock(registry: Registry, name: str, accept: bool, as_json: bool) -> None:
-    """Show the time of a running instance, and whether a jump of its machine's clock is held back.
+    """Show the clock of a running instance, and a jump that it holds back.
 
-    A jump is taken by itself once it has stood for a while (clock_hold_s in [tuning]).
+    If the machine's clock jumps, the instance accepts the new time only after a while (clock_hold_s in [tuning]).
     """
     folder = registry.load(name).folder
     answer = control.query(folder, "accept-clock" if accept else "clock")

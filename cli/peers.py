@@ -35,7 +35,7 @@ from immortal.protocol.safe_output import printable
 
 @click.group(cls=Commands)
 def peers() -> None:
-    """Look at an instance's peers, begin anew with one whose log was wiped or replaced, end what a stale copy began."""
+    """Show and repair the streams between an instance and its peers."""
 
 
 @peers.command()
@@ -43,9 +43,9 @@ def peers() -> None:
 @json_option
 @pass_registry
 def show(registry: Registry, name: str, as_json: bool) -> None:
-    """Show each peer of NAME: where it is and what says so, how far the streams are, the last error.
+    """Show the peers of NAME: endpoint and its source, stream positions, last error.
 
-    All positions are those of NAME's own log. A stopped instance is read from its log.
+    Positions count messages in NAME's own log. For a stopped instance, they are read from its log.
     """
     settings = registry.load(name)
     found = _peers_of(settings, registry)
@@ -64,56 +64,54 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
 @peers.command()
 @name_argument
 @click.argument("peer", callback=instance_name)
-@click.option("--yes", is_flag=True, help="Reset without asking.")
+@click.option("--yes", is_flag=True, help="Reset without asking for confirmation.")
 @json_option
 @pass_registry
 def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) -> None:
-    """Let the streams between NAME and PEER begin anew: the log of PEER was wiped, or replaced by an older copy.
+    """Restart the streams with PEER, whose log was wiped or replaced by an older copy.
 
-    Restoring PEER's own log is better, where there is a copy of all of it: then nothing is lost. NAME may be running or
-    stopped. Where PEER's log is an older copy, PEER needs the same: 'immortal peers reset PEER NAME'.
+    If there is a full copy of PEER's log, restore that instead: then nothing is lost. NAME may be running or stopped.
+    If PEER now has an older copy of its log, run 'immortal peers reset PEER NAME' too.
     """
     settings = registry.load(name)
     if peer == name:
-        raise click.UsageError(f"{name!r} is no peer of itself")
+        raise click.UsageError(f"{name!r} is not a peer of itself")
     known = _peers_of(settings, registry).get(peer)
     if known is None or known["committer_id"] is None:
         raise _nothing_known(name, peer)
     lines = list(consequences(name, peer, known))
     if not yes:
         echo_lines(lines, err=as_json)
-        click.confirm(f"Begin anew with {peer}?", abort=True, err=as_json)
+        click.confirm(f"Reset the streams with {peer}?", abort=True, err=as_json)
     _reset(settings, peer)
     if as_json:
         echo_json({"name": name, "peer": peer, "reset": True, "before": known})
         return
     if yes:
         echo_lines(lines)
-    echo(f"reset: {name} takes the log that {peer} has when they next meet")
+    echo(f"reset: {name} accepts the log that {peer} has at their next connection")
 
 
 @peers.command()
 @name_argument
-@click.option(
-    "--accept-loss", is_flag=True, help="Go on although calls are lost or doubled, or although it is not known."
-)
+@click.option("--accept-loss", is_flag=True, help="Continue even if calls are lost or doubled, or if that is unknown.")
 @json_option
 @pass_registry
 def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> None:
-    """Make the log of NAME the one that counts, after a copy of it has run for a while: all its streams go on.
+    """Make the log of NAME the valid one again after a copy of it has run.
 
-    Stop the copy first. NAME may be running or stopped; its peers need no command. What the copy has sent stays with
-    those that took it, and what it took of them is lost to NAME: where there is any of it, or where a peer cannot be
-    asked since it is not registered in the same folder, nothing is done without --accept-loss.
+    Stop the copy first. NAME may be running or stopped; its peers need no command. Peers keep the calls that the copy
+    sent, and calls that the copy received are lost to NAME. If there are any, or if a peer can't be asked because it is
+    not registered in the same folder, the command does nothing without --accept-loss.
     """
     settings = registry.load(name)
     known = {peer: one for peer, one in _peers_of(settings, registry).items() if one["committer_id"] is not None}
     if not known:
-        raise FailedError(f"{name!r} has heard nothing of any peer yet: there is nothing to reclaim")
+        raise FailedError(f"{name!r} has had no contact with any peer yet: there is nothing to reclaim")
     losses = {peer: _Loss.between(one, _as_seen_by(registry, peer, name)) for peer, one in known.items()}
     told = [line for peer, loss in losses.items() for line in loss.lines(name, peer)]
     if told and not accept_loss:
-        raise FailedError("\n  ".join([f"nothing was done: with --accept-loss {name!r} goes on, and", *told]))
+        raise FailedError("\n  ".join([f"nothing was done: with --accept-loss {name!r} continues, and", *told]))
     if control.running(settings.folder) is not None:
         control.query(settings.folder, "reclaim")
     else:
@@ -123,7 +121,7 @@ def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> 
         echo_json({"name": name, "reclaimed": True, "peers": {peer: asdict(loss) for peer, loss in losses.items()}})
         return
     echo_lines(told)
-    echo(f"reclaimed: the log of {name} counts, its streams with {', '.join(sorted(known))} go on")
+    echo(f"reclaimed: the log of {name} is valid, and its streams with {', '.join(sorted(known))} continue")
 
 
 class _Loss(Struct, frozen=True):
@@ -143,14 +141,14 @@ class _Loss(Struct, frozen=True):
     def lines(self, name: str, peer: str) -> Iterator[str]:
         if self.unknown_at_peer is None:
             yield (
-                f"{peer}: what the copy did there is not known, since {peer} is not registered in this folder or has no"
-                f" log; 'immortal peers show {peer}' there says how many calls of {name} it has received, and how"
-                f" many of its own {name} has acknowledged"
+                f"{peer}: the losses are not known, because {peer} is not registered in this folder or has no log; on"
+                f" its machine, 'immortal peers show {peer}' shows how many calls it has received from {name}, and how"
+                f" many of its own calls {name} has acknowledged"
             )
         if self.unknown_at_peer:
             yield (
-                f"{peer}: has executed {self.unknown_at_peer} calls of which the log of {name} knows nothing: the copy"
-                f" made them, or {name} did and never heard of it; what {name} has not heard of is sent again"
+                f"{peer}: has executed {self.unknown_at_peer} calls that the log of {name} does not have as received:"
+                f" the copy made them, or {name} did without an acknowledgement, and sends them again"
             )
         if self.lost_of_peer:
             yield f"{peer}: {self.lost_of_peer} of its calls went to the copy, and are lost to {name}"
@@ -164,7 +162,7 @@ def _as_seen_by(registry: Registry, peer: str, name: str) -> Peer | None:
 
 
 def _nothing_known(name: str, peer: str) -> FailedError:
-    return FailedError(f"{name!r} has heard nothing of {peer!r} yet: there is nothing to reset")
+    return FailedError(f"{name!r} has had no contact with {peer!r} yet: there is nothing to reset")
 
 
 def _reset(settings: InstanceSettings, peer: str) -> None:

@@ -36,7 +36,7 @@ project_option = click.option(
     "--project",
     "path",
     type=click.Path(path_type=Path),
-    help="An immortal.toml, its folder, or a file of Python.  [default: that of this folder or of one above]",
+    help="immortal.toml, its folder, or a Python file.  [default: immortal.toml in this folder or a parent]",
 )
 
 
@@ -47,8 +47,8 @@ def project_of(ctx: click.Context, path: Path | None) -> tuple[Project, Registry
     main = ctx.find_root()
     if shared_registry.is_url(main.params["home"]):
         raise RegistryError(
-            "a project has a registry of its own, in a folder: leave --home and IMMORTAL_HOME out, or name a folder;"
-            " services of many machines are run one by one, with 'immortal run'"
+            "a project has a registry of its own, in a folder: unset --home and IMMORTAL_HOME, or give a folder;"
+            " with a registry of many machines, start each service with 'immortal run'"
         )
     given = main.get_parameter_source("home") not in (None, ParameterSource.DEFAULT)
     project = find_project(path, Path(main.params["home"]).absolute() if given else None)
@@ -85,9 +85,9 @@ def project_with(registry: Registry, name: str) -> Project | None:
     help="shop: two services that call each other; agent: steps with a model; worker: a queue of jobs.",
 )
 def init(name: str | None, template: str) -> None:
-    """Make a project that runs, with a test, in the folder NAME, or in this one.
+    """Create a project that runs, with a test, in the folder NAME or this one.
 
-    Files that exist are never overwritten.
+    Existing files are never overwritten.
     """
     folder = Path(name).absolute() if name else Path.cwd()
     files = make_project(folder, folder.name, template)
@@ -105,21 +105,19 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @click.command()
 @click.argument("path", required=False, type=click.Path(path_type=Path))
-@click.option("--no-watch", is_flag=True, help="Files that are saved change nothing.")
-@debugpy_option(
-    "Clients of debugpy attach to the first service at PORT of this machine, to the second at PORT + 1, ..."
-)
+@click.option("--no-watch", is_flag=True, help="Do not reload code when a file is saved.")
+@debugpy_option("Port for debugpy clients: PORT for the first service, PORT + 1 for the second, and so on.")
 @click.pass_context
 def dev(ctx: click.Context, path: Path | None, no_watch: bool, debugpy: int | None) -> None:
-    """Run all services of a project here, with their output together, and reload their code when it is saved.
+    """Run all services of a project here, and reload their code when it is saved.
 
-    PATH is an immortal.toml, its folder, or one file of Python: then all services in it run, each as the instance that
-    is called as its class, in small letters. Without PATH it is the immortal.toml of this folder or of one above.
+    PATH is an immortal.toml, its folder, or one Python file: then all services in the file run, each as an instance
+    named after its class in small letters. The default is the immortal.toml in this folder or a parent.
 
-    New services are registered, in .immortal beside the project, and their logs are kept whole. When a file is
-    saved, the services that use it start again. Before that, the new code replays what was logged since the last
-    checkpoint: where it makes other calls than were made, you are asked, and without a terminal the old code goes on.
-    Ctrl-C stops all, with checkpoints.
+    New services are registered in .immortal beside the project, and their logs are kept whole. When a file is saved,
+    the services that use it restart. Before that, the new code replays the records since the last checkpoint: if it
+    makes other calls than the log has, you are asked; without a terminal, the old code stays. Ctrl-C stops all
+    services, with checkpoints.
     """
     from immortal.coordinator.project.development import Development
 
@@ -156,18 +154,19 @@ RUNS_ALREADY = "runs already"
 @click.command()
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @timeout_option(TIMEOUT_S)
-@click.option("--upgrade", is_flag=True, help="Upgrade the services whose class is of another version than their log.")
+@click.option("--upgrade", is_flag=True, help="Upgrade services whose class and log differ in version.")
 @click.option("--keep", is_flag=True, hidden=True, help="Be the process in the background.")
 @click.pass_context
 def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, keep: bool) -> None:
-    """Run all services of a project in the background, and wait until they are ready.
+    """Start all services of a project in the background, and wait until they are ready.
 
-    PATH is as for 'immortal dev'. What runs already goes on; what was stopped or has failed is started again, as is
-    what immortal.toml now describes differently. 'immortal ps' shows them, 'immortal logs' what they print,
-    'immortal down' stops them. The exit status is 1 if one is not ready in time, or has failed.
+    PATH is as for 'immortal dev'. Running services are left alone; stopped or failed ones are started, and services
+    that have changed in immortal.toml are restarted. See also 'immortal ps', 'immortal logs' and 'immortal down'.
 
-    If a service's class is of another version than its log, that is printed first. If the class can upgrade that
-    version (@upgrades), the service goes on as before until --upgrade or 'immortal upgrade'; if not, it is not started.
+    If a service's class and log differ in version, that is printed first. If the class can upgrade that version
+    (@upgrades), the old version runs until --upgrade or 'immortal upgrade'; if not, the service is not started.
+
+    Exit status: 0 if all services are ready, 1 if one has failed or is not ready in time.
     """
     from immortal.coordinator.project.code_change import version_gap
 
@@ -192,7 +191,7 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
         if time.monotonic() > deadline_s:
             waiting = ", ".join(name for name in names if name not in settled)
             raise FailedError(
-                f"not ready within {timeout_s:g} s: {waiting}; they go on starting ('immortal logs' says more)"
+                f"not ready within {timeout_s:g} s: {waiting}; they are still starting (see 'immortal logs')"
             )
         time.sleep(_POLL_S)
     shown = {name: states.get(name) or _elsewhere(registry, name) for name in names}
@@ -203,7 +202,7 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
         echo(f"{name} {shown[name]}{again if pid else ''}")
     failed = [name for name, text in shown.items() if not text.startswith(("ready", RUNS_ALREADY))]
     if failed:
-        why = "" if failed[0] in gaps else f" ('immortal logs {failed[0]}' says why)"
+        why = "" if failed[0] in gaps else f" (see 'immortal logs {failed[0]}')"
         raise FailedError(f"{', '.join(failed)}: not running{why}")
     expected = [one for one in services if one.name in gaps and not gaps[one.name].stays]
     if left := [gap for one in expected if (gap := version_gap(registry, one)) is not None]:
@@ -246,7 +245,7 @@ def _background(project: Project) -> RunLockHolder | None:
 
     found = holder(project.home)
     if found is not None and found.what != COMMAND:
-        raise FailedError(f"the project runs by '{found.what}', process {found.pid}: Ctrl-C there stops it")
+        raise FailedError(f"the project runs already, by '{found.what}', process {found.pid}: press Ctrl-C there")
     return found
 
 
@@ -268,7 +267,7 @@ def _start_daemon(project: Project, timeout_s: float) -> int:
     while holder(project.home) is None:
         if process.poll() is not None or time.monotonic() > deadline_s:
             said = (project.home / OWN_LOG_NAME).read_text("utf-8", "replace").strip().removeprefix("error: ")
-            raise FailedError(said or "the process in the background did not start")
+            raise FailedError(said or "the background process did not start")
         time.sleep(_POLL_S)
     return 0
 
@@ -278,7 +277,7 @@ def _holder_of(project: Project) -> RunLockHolder:
     deadline_s = time.monotonic() + _PATIENCE_S
     while (found := holder(project.home)) is None:
         if time.monotonic() > deadline_s:
-            raise FailedError(f"the process in the background has ended; {project.home / OWN_LOG_NAME} says why")
+            raise FailedError(f"the background process has ended: see {project.home / OWN_LOG_NAME}")
         time.sleep(_POLL_S)
     return found
 
@@ -288,8 +287,8 @@ def _elsewhere(registry: Registry, name: str) -> str:
     with contextlib.suppress(RegistryError):
         found = control.supervisor(registry.load(name).folder) or control.running(registry.load(name).folder)
         if found is not None:
-            return f"{RUNS_ALREADY}, as process {found.pid}, which is left as it is"
-    return "is not started; .project.log in the registry's folder says why"
+            return f"{RUNS_ALREADY}, as process {found.pid}, which is left alone"
+    return "is not started: see .project.log in the registry's folder"
 
 
 @click.command()
@@ -297,10 +296,11 @@ def _elsewhere(registry: Registry, name: str) -> str:
 @timeout_option(TIMEOUT_S)
 @click.pass_context
 def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
-    """Stop all services of a project cleanly, each with a checkpoint, and wait until they have ended.
+    """Stop all services of a project cleanly, each with a checkpoint, and wait.
 
-    Asks whoever runs them to stop: the process of 'immortal up', an 'immortal dev', an 'immortal run' of one of them.
-    If nothing runs, the exit status is 0.
+    The command stops services that run under 'immortal up', 'immortal dev' or 'immortal run'.
+
+    Exit status: 0 if all services are stopped, also if none ran; 1 if not.
     """
     from immortal.cli.lifecycle import checkpoint_at_stop, stop
 
@@ -328,12 +328,12 @@ def _end(found: RunLockHolder, timeout_s: float) -> None:
     except ProcessLookupError:
         return
     except PermissionError:
-        raise FailedError(f"process {found.pid} belongs to another user, who can do this") from None
+        raise FailedError(f"process {found.pid} belongs to another user: run the command as that user") from None
     deadline_s = time.monotonic() + timeout_s
     while is_living(found):
         if time.monotonic() > deadline_s:
             raise FailedError(
-                f"process {found.pid} has not ended within {timeout_s:g} s, and goes on with it ('immortal ps')"
+                f"process {found.pid} has not ended within {timeout_s:g} s, but still tries ('immortal ps')"
             )
         time.sleep(_POLL_S)
 
@@ -343,13 +343,13 @@ def _end(found: RunLockHolder, timeout_s: float) -> None:
 
 @click.command()
 @project_option
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Write them into this folder.")
-@click.option("--user", "for_user", is_flag=True, help="For your own systemd, not the machine's.")
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder to write the unit files to.")
+@click.option("--user", "for_user", is_flag=True, help="Make units for your user's systemd, not the system's.")
 @click.pass_context
 def systemd(ctx: click.Context, path: Path | None, output: Path | None, for_user: bool) -> None:
-    """Print systemd's unit files of a project: a service for each instance, and a target for all.
+    """Print systemd units for a project: a service for each instance, and a target.
 
-    Services that are not registered yet are registered. Files that exist are overwritten.
+    Services that are not registered yet are registered. Existing files are overwritten.
     """
     from immortal.coordinator.project.code_change import version_gap
     from immortal.coordinator.project.fleet import register, units

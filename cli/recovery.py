@@ -59,30 +59,30 @@ FINDINGS_SHOWN_MAX = 20
     "sequence_id",
     type=click.IntRange(min=0),
     metavar="SEQ",
-    help="Cut the log off at this record; what is cut is kept beside it.",
+    help="Cut the log before this record; the part that is cut off is kept beside it.",
 )
-@click.option("--force", is_flag=True, help="Cut also where recovery does not need that record.")
-@click.option("--yes", is_flag=True, help="Cut without asking.")
-@click.option("--no-replay", is_flag=True, help="Do not replay the log to see whether the state can be saved.")
+@click.option("--force", is_flag=True, help="Cut even if recovery does not need it.")
+@click.option("--yes", is_flag=True, help="Cut without asking for confirmation.")
+@click.option("--no-replay", is_flag=True, help="Do not replay the log to check that the state can be saved.")
 @json_option
 @pass_registry
 def recover(
     registry: Registry, name: str, sequence_id: int | None, force: bool, yes: bool, no_replay: bool, as_json: bool
 ) -> None:
-    """Say what a recovery of NAME would do, what is damaged and what helps. It changes nothing.
+    """Check what a recovery of NAME would do, what is damaged, and what helps.
 
-    Where it can recover, its log is replayed into a copy of its app, to see whether that makes the same calls and its
-    state can be saved.
+    The check changes nothing. If NAME can recover, its log is replayed into a copy of its app, to see that the app
+    makes the same calls and that its state can be saved.
 
-    With --truncate-at it cuts the log off there, so that the instance recovers to the state before that record: the
-    last resort, where no copy of the log is left. The coordinator must be stopped.
+    --truncate-at cuts the log, so that NAME recovers to the state before that record. This is the last resort, if there
+    is no copy of the log. Stop the coordinator first.
 
-    The exit status is 0 if the instance can recover, or was cut; 1 if not.
+    Exit status: 0 if NAME can recover or its log was cut, 1 if not.
     """
     settings = settings_with_log(registry, name)
     if sequence_id is None:
         if force or yes:
-            raise click.UsageError("--force and --yes are for --truncate-at")
+            raise click.UsageError("--force and --yes need --truncate-at")
         sys.exit(_check(settings, as_json, tries=not no_replay))
     _cut(settings, sequence_id, force=force, yes=yes, as_json=as_json)
 
@@ -168,15 +168,15 @@ def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
         with LogCutter(own_logs.place_of(settings), settings.name, own_logs.read_keys(settings)) as cutter:
             plan = cutter.plan(stop)
     except CutRefusedError as error:
-        return f"what helps: restore the log from a copy; {command} would not: {error}"
+        return f"what helps: restore the log from a copy; {command} does not help: {error}"
     except LogLockedError:
-        plan_lines = ["its coordinator runs: stop it to see what that would do"]
+        plan_lines = ["its coordinator runs: stop it to see what the cut would do"]
     else:
         plan_lines = list(_plan_lines(settings.name, plan))
     return "\n".join(
         (
-            f"what helps: restore the log from a copy; if there is none, {command} gives up record {stop} and all"
-            " behind it, and asks before it cuts:",
+            f"what helps: restore the log from a copy; if there is none, {command} cuts off record {stop} and all"
+            " later ones, and asks first:",
             *(f"  {line}" for line in plan_lines),
         )
     )
@@ -192,7 +192,7 @@ def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool
         lines = list(_plan_lines(settings.name, plan))
         if not yes:
             echo_lines(lines, err=as_json)
-            click.confirm("Cut it off?", abort=True, err=as_json)
+            click.confirm("Cut the log?", abort=True, err=as_json)
         kept = cutter.cut(plan)
     if as_json:
         lost = [{**asdict(one), "source": _named(settings.name, one.source)} for one in plan.lost]
@@ -200,7 +200,7 @@ def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool
         return
     if yes:
         echo_lines(lines)
-    echo(f"cut; what was cut off is kept in {kept}, a log that can be read as any other")
+    echo(f"cut; the part that was cut off is kept in {kept}, and can be read like any log")
 
 
 def _judged(cutter: LogCutter, name: str, sequence_id: int, *, force: bool) -> CutPlan:
@@ -228,20 +228,21 @@ def _plan_lines(name: str, plan: CutPlan) -> Iterator[str]:
     if plan.first_damaged is None and plan.records_readable:
         yield "none of them is damaged"
     elif plan.first_damaged is not None and plan.first_damaged > plan.sequence_id:
-        yield f"the first damaged one is record {plan.first_damaged}: those before it could be kept"
+        yield f"the first damaged record is {plan.first_damaged}: the records before it could be kept"
     if plan.checkpoint_ids:
         yield f"checkpoints cut off as well: {', '.join(map(str, plan.checkpoint_ids))}"
     replayed = plan.sequence_id - 1 - plan.recovery_sequence_id
     yield (
         f"{name} then recovers from checkpoint {plan.recovery_checkpoint_id} (after record"
-        f" {plan.recovery_sequence_id}), {replayed} records behind it, to the state after record {plan.sequence_id - 1}"
+        f" {plan.recovery_sequence_id}), replays {replayed} records, and has the state after record"
+        f" {plan.sequence_id - 1}"
     )
     if plan.lost:
-        yield "lost to it, for their senders count them as received:"
+        yield "lost messages, because their senders count them as received:"
         for one in plan.lost:
             yield f"  {_lost_text(one)}"
     else:
-        yield "no message is lost with them"
+        yield "no message is lost"
 
 
 def _lost_text(lost: LostMessages) -> str:
@@ -254,7 +255,7 @@ def _lost_text(lost: LostMessages) -> str:
     else:
         what = f"from {lost.source}"
     if lost.first_position is None:
-        return f"{what}: perhaps some up to position {lost.last_position}; the damaged records can't tell"
+        return f"{what}: perhaps some up to position {lost.last_position}; unknown, because the records are damaged"
     messages = counted(lost.last_position - lost.first_position + 1, "message")
     return f"{what}: {messages}, positions {lost.first_position} to {lost.last_position}"
 
@@ -269,28 +270,30 @@ def _named(name: str, source: str) -> str:
 @click.command()
 @name_argument
 @click.argument("message", metavar="SEQ:INDEX", callback=message_id)
-@click.option("--reason", required=True, metavar="TEXT", help="Why: whoever waits for the answer is told, too.")
-@click.option("--handled", is_flag=True, help="Of a stopped NAME: its state can't be saved for that message.")
+@click.option("--reason", required=True, metavar="TEXT", help="Reason, also sent to callers that wait for the answer.")
+@click.option("--handled", is_flag=True, help="NAME is stopped, and has handled the message: see above.")
 @pass_registry
 def skip(registry: Registry, name: str, message: tuple[int, int], reason: str, handled: bool) -> None:
-    """Let NAME pass over one message of its log: the call fails, the state is as if it had never come.
+    """Skip one message of NAME's log: its call fails, and it does not change the state.
 
-    SEQ:INDEX is its record, and which message of that record it is, from 0 ('immortal log show NAME'). Only a message
-    behind the last checkpoint can be skipped: what was before is in the state already. One for which the state can't be
-    saved was handled, and what was said then stays: a running instance knows, for a stopped one say --handled.
-    Where it is the answer to a call, or the result of an effect, whoever waits for it gets a failure in its place.
+    SEQ:INDEX is the record and the message's index in it, from 0 ('immortal log show NAME'). The message must be after
+    the last checkpoint: earlier ones are in the state already. If the message is an answer, or the result of an effect,
+    the handler that waits for it gets a failure instead.
+
+    If NAME has handled the message, but can't save its state since then, the calls that it made then stay sent. A
+    running instance knows this; for a stopped one, give --handled.
     """
     settings = settings_with_log(registry, name)
     if not reason.strip() or len(reason) > TEXT_CHARACTERS_MAX:
         raise click.UsageError(
-            f"--reason has {len(reason)} characters: 1 to {TEXT_CHARACTERS_MAX} were expected, not all of them blank"
+            f"--reason has {len(reason)} characters: expected 1 to {TEXT_CHARACTERS_MAX}, not all blank"
         )
     is_live = _skip_live(settings, *message, reason)
     if not is_live:
         _skip_stopped(settings, *message, reason, handled=handled)
     echo(f"{name}: message {message[1]} of record {message[0]} is skipped")
     if not is_live:
-        echo(f"where the app had handled it, 'immortal verify {name}' says what its replay now does otherwise")
+        echo(f"if the app had handled it, 'immortal verify {name}' shows what the replay now does differently")
 
 
 def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason: str) -> bool:
@@ -311,7 +314,7 @@ def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reas
     if handled and (state := check_state_is_savable(settings)).message != (sequence_id, index):
         known = state.problem or state.note or "its state can be saved"
         raise FailedError(
-            f"message {index} of record {sequence_id} is not what {settings.name!r} can't be saved for: {known}"
+            f"message {index} of record {sequence_id} is not why the state of {settings.name!r} can't be saved: {known}"
         )
     with closing(own_logs.open_log(settings)) as store:
         verdict = _skip_verdict(store, settings.name, sequence_id, index, reason)
@@ -333,11 +336,11 @@ def _skip_verdict(store: LogStore, name: str, sequence_id: int, index: int, reas
     content = record_of(store.read(sequence_id, 1)[0]).content
     message = message_at(content, index)
     if message is None:
-        raise FailedError(f"record {sequence_id} has no message {index}: they are counted from 0")
+        raise FailedError(f"record {sequence_id} has no message {index}: messages are counted from 0")
     is_initial = any(batch.message_type == MessageType.INITIAL_MESSAGE for batch in batches(content))
     rpc = None if is_initial else rpc_of(message)
     if rpc is None:
-        what = "the initial message, without which there is no state" if is_initial else "no call"
+        what = "the initial message, which makes the first state" if is_initial else "not a call"
         raise FailedError(f"message {index} of record {sequence_id} is {what}: only calls can be skipped")
     caller = waiting_caller(rpc)
     return Verdict(
@@ -353,15 +356,15 @@ def _skip_verdict(store: LogStore, name: str, sequence_id: int, index: int, reas
 
 def _require_replayed(summary: LogSummary, name: str, sequence_id: int) -> None:
     if not summary.checkpoints:
-        raise FailedError(f"{name!r} has no checkpoint yet: there is nothing that it could go on from")
+        raise FailedError(f"{name!r} has no checkpoint yet: there is nothing to recover from")
     newest = summary.checkpoints[-1]
     first, last = newest.sequence_id + 1, summary.last_sequence_id
     if first <= sequence_id <= last:
         return
     replayed = f"records {first} to {last}" if first <= last else "no record"
     raise FailedError(
-        f"record {sequence_id} is none that {name!r} would handle again: behind its checkpoint {newest.checkpoint_id}"
-        f" there {'is' if first > last else 'are'} {replayed}"
+        f"record {sequence_id} is not one that {name!r} would replay: after its checkpoint {newest.checkpoint_id} there"
+        f" {'is' if first > last else 'are'} {replayed}"
     )
 
 
@@ -390,7 +393,7 @@ def _patient(advance: Advance) -> Advance:
         if records != seen:
             seen, since_s = records, time.monotonic()
         elif time.monotonic() - since_s > STILL_S_MAX:
-            raise ReplayError(f"its replay stands still behind {records} records, for {STILL_S_MAX:g} s")
+            raise ReplayError(f"its replay has made no progress for {STILL_S_MAX:g} s, after {records} records")
         advance(records, total)
 
     return patient
@@ -412,7 +415,7 @@ def check_state_is_savable(settings: InstanceSettings) -> SavableStateCheck:
                 app = default_app(settings.name, settings.app, summary, summary.versions[-1].version)
             except ReplayError:
                 return SavableStateCheck()
-            with progress_bar("whether its state can be saved") as advance:
+            with progress_bar("checking the state") as advance:
                 command, progress = AppCommand.of(app, settings=settings), _patient(advance)
                 sink = ProvingSink(reader, route := plan_route(ReplayPlan(), reader, summary))
                 result = run_replay(reader, route, command, sink, progress=progress)
@@ -422,4 +425,4 @@ def check_state_is_savable(settings: InstanceSettings) -> SavableStateCheck:
         return SavableStateCheck(str(error), message=(error.unsaved.sequence_id, error.unsaved.message_index))
     except (ImmortalError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        return SavableStateCheck(note=f"whether its state can be saved was not found out: {reason}")
+        return SavableStateCheck(note=f"it is not known whether its state can be saved: {reason}")

@@ -26,13 +26,13 @@ from immortal.protocol.shared_registry import Copy, as_role, database_of, is_url
 @register_options
 @pass_registry
 def register(registry: Registry, /, name: str, **options: Any) -> None:
-    """Write the settings of a new instance, and make its keys."""
+    """Create an instance: write its settings and make its keys."""
     from immortal.coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
     from immortal.coordinator.peers import keys
 
     given = said(options)
     if "app_send_mode" in given and "app_send_port" not in given:
-        raise click.UsageError("--app-send-mode needs --app-send-port, the port that it is about")
+        raise click.UsageError("--app-send-mode needs --app-send-port")
     settings = registry.register(name, keyed=True, **given)
     keys.make(settings.folder)
     own_logs.OwnLogs(settings.folder).create()
@@ -46,7 +46,7 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
     app = " and ".join(settings.app_addresses)
     start = f"immortal run {name} MODULE:CLASS"
     if settings.app_send_port is not None:
-        does = "listens" if settings.app_send_mode is AppSendMode.LISTEN else "connects, too,"
+        does = "listens" if settings.app_send_mode is AppSendMode.LISTEN else "also connects"
         app += f" ({does} at {settings.app_send_address})"
         start = f"immortal coordinator {name}"
     if made:
@@ -58,7 +58,7 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
 
 @click.command()
 @name_argument
-@click.option("--delete-log", is_flag=True, help="Delete its log as well: its whole state, for good.")
+@click.option("--delete-log", is_flag=True, help="Also delete its log, and so its whole state, permanently.")
 @pass_registry
 def unregister(registry: Registry, name: str, delete_log: bool) -> None:
     """Remove an instance's settings; its log stays unless --delete-log is given."""
@@ -79,7 +79,7 @@ def _make_log(settings: InstanceSettings) -> str:
     if not place.is_shared:
         return ""
     if place.exists():
-        return f"takes the log that is there, {place.where}: 'immortal log diff' says whose it is"
+        return f"uses the existing log {place.where}: 'immortal log diff' shows its instance"
     own_logs.open_log(settings).close()
     return f"made the log {place.where}"
 
@@ -94,7 +94,7 @@ def _relative(path: Path) -> str:
 
 @click.group(cls=Commands)
 def registry() -> None:
-    """Change what many machines share of an instance; bring a folder's registry into a database."""
+    """Manage a registry that many machines share."""
 
 
 @registry.command()
@@ -102,7 +102,7 @@ def registry() -> None:
 @json_option
 @pass_registry
 def show(registry: Registry, name: str, as_json: bool) -> None:
-    """Print the settings of an instance as all machines have them, and on which machines it has keys."""
+    """Print an instance's shared settings, and the machines that have keys for it."""
     registry.load(name)
     text = registry.path(name).read_text("utf-8")
     machines = [] if registry.copy is None else _shared(registry).machines(name)
@@ -120,11 +120,11 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
 @click.argument("file", type=click.File("r", encoding="utf-8"), default="-")
 @pass_registry
 def set_settings(registry: Registry, name: str, file: IO[str]) -> None:
-    """Give an instance other settings: all of FILE, or of stdin. Machines see it within a second or two."""
+    """Replace all settings of an instance with FILE or stdin. Other machines see them within two seconds."""
     before = registry.load(name).log
     settings = registry.replace(name, file.read())
     moved = "" if settings.log == before else f"; its log is {settings.log} from its next start on"
-    echo(f"{name}: has its new settings{moved}")
+    echo(f"{name}: settings replaced{moved}")
 
 
 @registry.command()
@@ -132,24 +132,25 @@ def set_settings(registry: Registry, name: str, file: IO[str]) -> None:
 @click.argument("machine")
 @pass_registry
 def forget(registry: Registry, name: str, machine: str) -> None:
-    """The keys that NAME has on MACHINE, as 'registry show' has it, let nobody in any more."""
+    """Revoke the keys that NAME has on MACHINE, as listed by 'immortal registry show NAME'."""
     if not _shared(registry).forget(name, machine):
-        raise FailedError(f"{name!r} has no keys of a machine {machine!r}: 'immortal registry show {name}' lists them")
-    echo(f"{name}: the keys of {machine} are forgotten")
+        raise FailedError(f"{name!r} has no keys on machine {machine!r}: 'immortal registry show {name}' lists them")
+    echo(f"{name}: the keys of {machine} are revoked")
 
 
 @registry.command()
 @click.option("--to", "url", required=True, metavar="URL", help="postgresql://USER@HOST/DATABASE")
 @pass_registry
 def copy(registry: Registry, url: str) -> None:
-    """Bring the registry of this folder into a database; the folder is this machine's part of it from then on.
+    """Copy the registry of this folder into a database.
 
-    Settings, public keys and upgrades that are asked for; logs stay where they are.
+    This copies settings, public keys and requested upgrades; logs stay in place. From then on, the folder is this
+    machine's part of the shared registry.
     """
     if registry.copy is not None:
         raise RegistryError(f"{registry.home} is part of a registry in a database already, {registry.copy.url}")
     if not is_url(url):
-        raise click.UsageError(f"--to {url}: postgresql://USER@HOST/DATABASE was expected")
+        raise click.UsageError(f"--to {url}: expected postgresql://USER@HOST/DATABASE")
     names = registry.share(url)
     echo(f"{len(names)} instances and clients are in {url}: {', '.join(names) or 'none'}")
     echo(f"on this machine: IMMORTAL_HOME={url} IMMORTAL_LOCAL={registry.home}")
@@ -158,13 +159,13 @@ def copy(registry: Registry, url: str) -> None:
 @registry.command()
 @click.argument("role")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
-@click.option("--at", "url", metavar="URL", help="The database as its owner, unless the registry is in it.")
-@click.option("--remove", is_flag=True, help="Take NAME away from it.")
+@click.option("--at", "url", metavar="URL", help="Database to connect to, as its owner.  [default: the registry's]")
+@click.option("--remove", is_flag=True, help="Revoke the role's access to NAME.")
 @pass_registry
 def role(registry: Registry, role: str, names: Sequence[str], url: str | None, remove: bool) -> None:
-    """Make ROLE of the database, which reads and writes the logs and settings of NAME and of nobody else.
+    """Create a database role for the logs and settings of NAME only.
 
-    As the owner of the schema 'immortal', with the right to make roles. NAME uses ROLE from its next start on.
+    Run this as the owner of the schema 'immortal', with the right to create roles. NAME uses ROLE after a restart.
     """
     for name in names:
         log = registry.load(name).log
@@ -173,15 +174,15 @@ def role(registry: Registry, role: str, names: Sequence[str], url: str | None, r
         echo(f"the role {role} {'may no longer' if remove else 'may'} read and write {name}")
         if not remove and database_of(log) == database_of(log_of_instance(at.partition("#")[0], name)):
             log = registry.remember_log(name, as_role(log, role)).log
-            echo(f"{name} has its log as {log} from its next start on")
+            echo(f"{name} uses its log as {log} from its next start on")
     if not remove:
-        echo(f"give it a password: psql -c '\\password {role}', as the owner; and on its machine ~/.pgpass")
+        echo(f"give the role a password: psql -c '\\password {role}', as the owner; on its machine, use ~/.pgpass")
 
 
 def _shared(registry: Registry) -> Copy:
     if registry.copy is None:
         raise RegistryError(
-            f"{registry.home} is the registry of this machine alone: what machines share is in a database"
+            f"{registry.home} is the registry of this machine alone: this command needs one in a database"
             " (IMMORTAL_HOME=postgresql://...)"
         )
     return registry.copy
@@ -190,12 +191,12 @@ def _shared(registry: Registry) -> Copy:
 # settings: all settings of a file, from its schema.
 
 
-_HEADINGS = ("setting", "what it must be", "without it", "what it is for")
+_HEADINGS = ("setting", "value", "default", "meaning")
 
 
 @click.command()
 def settings() -> None:
-    """Show what a settings file may say, as the Markdown table of docs/reference/settings.md."""
+    """Print what a settings file may contain, as a Markdown table."""
     for row in (_HEADINGS, ["---"] * len(_HEADINGS), *_rows(InstanceSettings)):
         echo(f"| {' | '.join(row)} |")
 
@@ -217,4 +218,4 @@ def _expected(setting: Setting) -> str:
 
 
 def _without(setting: Setting) -> str:
-    return "an error" if setting.is_required else "nothing" if setting.is_table else setting.default_text
+    return "required" if setting.is_required else "none" if setting.is_table else setting.default_text

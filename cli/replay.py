@@ -58,10 +58,10 @@ _app_option = click.option(
     "--app",
     metavar="MODULE:CLASS",
     callback=app_or_hand,
-    help="The code to run; - waits for an app.  [default: its own]",
+    help="Code to run; - waits for an app started by hand.  [default: the instance's own]",
 )
 _checkpoint_option = click.option(
-    "--checkpoint", "checkpoint_id", type=click.IntRange(min=0), metavar="N", help="The checkpoint to begin at."
+    "--checkpoint", "checkpoint_id", type=click.IntRange(min=0), metavar="N", help="Checkpoint to begin at."
 )
 
 
@@ -93,21 +93,19 @@ def _record_at(settings: InstanceSettings, time: Time) -> int:
     "last",
     type=RecordOrTime(),
     metavar="SEQ[:MESSAGE]|TIME",
-    help="End behind this record, this message of it, or the last record of that time.",
+    help="End after this record, this message in it, or the last record up to this time.",
 )
 @_app_option
 @app_port_option()
 @click.option("--break", "breaks", is_flag=True, help="Stop in the debugger at the message given by --to.")
-@debugpy_option("As --break, for VS Code or another client of debugpy, which is waited for at PORT of this machine.")
-@click.option("--state", "shows_state", is_flag=True, help="Print the state there, as JSON.")
+@debugpy_option("Like --break, for VS Code or another debugpy client: wait for it at PORT of this machine.")
+@click.option("--state", "shows_state", is_flag=True, help="Print the state at the end, as JSON.")
 @click.option(
-    "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the state there, as the app gives it."
+    "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="Write that state in the app's own encoding."
 )
-@click.option(
-    "--lines", is_flag=True, help="Show what its handlers write with immortal.logger, and all else that it prints."
-)
-@click.option("--follow", is_flag=True, help="Go on with what is logged meanwhile, until Ctrl-C or --to.")
-@click.option("--strict", is_flag=True, help="Refuse an app that does what a replay would not repeat.")
+@click.option("--lines", is_flag=True, help="Show the app's output, also that of immortal.logger.")
+@click.option("--follow", is_flag=True, help="Keep replaying new records until Ctrl-C or --to.")
+@click.option("--strict", is_flag=True, help="Refuse an app that does what a replay can't repeat.")
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -128,23 +126,25 @@ def replay(
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
-    """Take NAME back to any record: its log is replayed into a copy of its app.
+    """Replay the log of NAME into a copy of its app, up to any record.
 
-    It begins at the newest checkpoint from which the end can be reached. --to 12:3 ends behind message 3 of record 12,
-    both counted from 0 ('immortal log show' lists them). Nothing is sent to anybody, and no hook of the app runs.
+    The replay begins at the newest checkpoint before its end. --to 12:3 ends after message 3 of record 12, both counted
+    from 0 ('immortal log show' lists them). Nothing is sent to anybody, and no hook of the app runs.
 
-    --break stops at the first line of that message's handler, or at the await behind which an async handler goes on.
+    --break stops at the first line of that message's handler, or at the await after which an async handler continues.
 
-    The calls that it makes are compared with the log, as in a recovery: where they are others, its own code shows no
-    state (status 1), and other code, by --app, a state that is marked as one that never was (status 3). The exit status
-    is 1 as well if a call fails that did not fail then, or if it can't be done.
+    The calls that the app makes are compared with the log, as in a recovery. If they differ, no state is shown for the
+    instance's own code (status 1); the state of other code (--app) is marked as one that never existed (status 3).
+
+    Exit status: 0 if the replay is complete, 1 if it fails, or if a call fails that did not fail then, 3 if calls
+    differ.
     """
     option = "--break" if debugpy is None else "--debugpy"
     breaks = breaks or debugpy is not None
     if breaks and last is None:
         raise click.UsageError(f"{option} needs --to SEQ[:MESSAGE]: the message to stop at")
     if breaks and app == BY_HAND:
-        raise click.UsageError(f"{option} starts the app itself, in this terminal: --app - can't be given with it")
+        raise click.UsageError(f"{option} starts the app in this terminal: it can't be combined with --app -")
     settings = settings_with_log(registry, name)
     if isinstance(last, Time):
         last = _record_at(settings, last), None
@@ -163,7 +163,7 @@ def replay(
         own = OwnCode(app) if app is not None else own_code_at_end(settings, summary, route)
         app, code = own.app, own.archive
         if own.note:
-            echo(f"note: by {own.note}", err=True)
+            echo(f"note: replays {own.note}", err=True)
         proving = ProvingSink(reader, route, outputs)
         break_at = last if breaks else None
         command = AppCommand.of(
@@ -222,26 +222,24 @@ def replay(
 @name_argument
 @click.argument("path")
 @click.option(
-    "--at", type=RecordOrTime(), metavar="SEQ[:MESSAGE]|TIME", help="The moment to look back from.  [default: now]"
+    "--at", type=RecordOrTime(), metavar="SEQ[:MESSAGE]|TIME", help="Moment to explain the value at.  [default: now]"
 )
-@click.option(
-    "--steps", type=click.IntRange(1, 200), default=STEPS_MAX, show_default=True, help="Messages to follow back."
-)
+@click.option("--steps", type=click.IntRange(1, 200), default=STEPS_MAX, show_default=True, help="Messages to go back.")
 @click.option(
     "--reads",
     type=click.IntRange(min=0),
     default=READS_MAX,
     show_default=True,
-    help="Values that these messages read, to follow back as well.",
+    help="Values read by these messages to explain as well.",
 )
-@click.option("--minimal", is_flag=True, help="Find the fewest inputs of NAME that give it this value.")
+@click.option("--minimal", is_flag=True, help="Find the fewest inputs of NAME that give this value.")
 @click.option(
     "--export",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write these as a test for pytest.",
+    help="Write these inputs as a pytest test.",
 )
-@timeout_option(600.0, "How long one replay may take.")
+@timeout_option(600.0, "Seconds that one replay may take.")
 @json_option
 @pass_registry
 def why(
@@ -256,15 +254,15 @@ def why(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Say why a value of NAME is what it is: which message and line made it so, and what sent that message.
+    """Explain a value of NAME: which message and line set it, and what sent that message.
 
-    PATH is a value of the state: 'total', 'sold["tea"]', 'orders[7].price'. It goes back from service to service, to
-    what came from outside: a request, an impulse, a timer, the result of an effect. What set the values that these
-    messages read comes below, the nearest first. It only reads the logs, and runs the apps' code on them. A service
-    whose log is not on this machine ends the way there, which is said.
+    PATH is a value of the state: 'total', 'sold["tea"]', 'orders[7].price'. The search goes back from service to
+    service to an input from outside: a request, an impulse, a timer, the result of an effect. Below that, it lists what
+    set the values that these messages read, the nearest first. Logs are only read, and the apps' code runs on them. The
+    search ends, with a note, at a service whose log is not on this machine.
 
-    --minimal leaves out inputs of NAME alone, as many as it can, from its oldest checkpoint on. --export writes what is
-    left as a test that begins with the first start.
+    --minimal leaves out as many inputs of NAME as it can, from its oldest checkpoint on. --export writes the rest as a
+    test that begins with the first start.
     """
     if export is not None and export.exists():
         raise FailedError(f"{export} is there already: give another name, or remove it first")
@@ -295,10 +293,10 @@ def why(
     "peer_logs",
     multiple=True,
     metavar="NAME_OR_FOLDER",
-    help="A receiver's log: shows what was sent then.",
+    help="Log of a receiver, which shows the calls as they were sent; repeatable.",
 )
-@click.option("--all", "everything", is_flag=True, help="From every kept checkpoint, not the last ones only.")
-@click.option("--to", "last", type=click.IntRange(min=0), metavar="SEQ", help="End behind this record.")
+@click.option("--all", "everything", is_flag=True, help="Replay from every kept checkpoint, not only the last.")
+@click.option("--to", "last", type=click.IntRange(min=0), metavar="SEQ", help="End after this record.")
 @at_least_option(0)
 @trust_pickle_option
 @json_option
@@ -316,15 +314,17 @@ def verify(
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
-    """Prove that NAME does again what it did: replay it from checkpoint to checkpoint, and compare.
+    """Check that a replay of NAME repeats what it did.
 
-    Compared are the calls that it makes, with the marks in the log, its state, with the next checkpoint, and its state
-    around each query, which may not change it. What lies behind the last checkpoint is replayed too. An app that the
-    log's last record lets end, with status 0, ended so then. The exit status is 0 if all is the same, 3 if it is not, 1
-    if it could not be found out, or on fewer messages than --at-least.
+    The log is replayed from checkpoint to checkpoint, and after the last one. Calls are compared with the log, the
+    state with the next checkpoint, and the state before each query with the state after it, since queries may not
+    change it. An app may end with status 0 at the last record of the log, as it did then.
+
+    Exit status: 0 if all is the same, 3 if not, 1 if this can't be checked or fewer than --at-least messages were
+    compared.
     """
     if checkpoint_id is not None and everything:
-        raise click.UsageError("--checkpoint and --all: give one of the two")
+        raise click.UsageError("give one of --checkpoint and --all")
     settings = settings_with_log(registry, name)
     is_same, is_forgotten, messages = True, True, 0
     described = []
@@ -374,7 +374,7 @@ def verify(
         )
     else:
         if is_forgotten and not is_same:
-            echo(f"{name}: NOT the same, only where handlers ask for data of forgotten persons: that can be why")
+            echo(f"{name}: NOT the same, but only where handlers ask for data of forgotten persons: a possible reason")
         else:
             echo_lines(_verdict(name, is_same=is_same, messages=messages, warnings=list(warnings)))
     if is_same and messages < at_least:
@@ -388,7 +388,7 @@ def _verdict(name: str, *, is_same: bool, messages: int, warnings: list[str]) ->
         return
     yield f"{name}: NOT the same: it does what a replay can't repeat, or its code was changed without an upgrade"
     if warnings:
-        yield "what its code shows:"
+        yield "found in its code:"
         yield from (f"  {warning}" for warning in warnings)
 
 
@@ -421,7 +421,7 @@ def _peers(
         if not place.exists():
             raise RegistryError(f"{given!r} is neither a registered instance with a log nor the folder of one")
         if place.key == place_of(own.log).key:
-            raise click.UsageError(f"--peer-log {given}: this is the log of {own.name!r} itself, which is used anyway")
+            raise click.UsageError(f"--peer-log {given}: this is the log of {own.name!r} itself, which is always used")
         yield stack.enter_context(open_reader(place))
 
 

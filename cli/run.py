@@ -35,14 +35,14 @@ from immortal.protocol.errors import ImmortalError
 @click.command()
 @name_argument
 @click.argument("app", metavar="[MODULE:CLASS]", required=False, callback=app_name)
-@click.option("--restart", is_flag=True, help="When the coordinator dies, start both again; when the app dies, that.")
+@click.option("--restart", is_flag=True, help="Restart both if the coordinator dies, and the app if it dies.")
 @click.option(
     "-i/-I",
     "--interactive/--no-interactive",
     default=None,
-    help="The app reads what is typed, in a debugger say.  [default: where this is a terminal]",
+    help="Connect the app to the terminal's input, as for a debugger.  [default: if this is a terminal]",
 )
-@click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
+@click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what a replay can't repeat.")
 @start_option("peer")
 @start_option("insecure")
 @start_option("allow_data_loss")
@@ -52,7 +52,7 @@ from immortal.protocol.errors import ImmortalError
 @start_option("metrics")
 @trust_pickle_option
 @click.option(
-    "--embedded", is_flag=True, help="Coordinator and app in one process, this one: for debuggers and development."
+    "--embedded", is_flag=True, help="Run coordinator and app in this one process, for debuggers and development."
 )
 @log_output_options
 @pass_registry
@@ -72,18 +72,18 @@ def run(
     log_level: Level,
     **options: Any,
 ) -> None:
-    """Run an instance: its coordinator and its app, as two processes that live and die together.
+    """Run an instance: its coordinator and its app, in two processes.
 
-    Without MODULE:CLASS it is the one of the last run. 'immortal stop NAME', SIGTERM or Ctrl-C stop both cleanly, with
-    a checkpoint; 'immortal restart NAME' starts both again. A second Ctrl-C ends both at once, also an app that stands
-    in a debugger.
+    The default for MODULE:CLASS is the app of the last run. 'immortal stop NAME', SIGTERM or Ctrl-C stop both processes
+    cleanly, with a checkpoint; 'immortal restart NAME' restarts them. A second Ctrl-C ends them at once, even if the
+    app is in a debugger.
 
-    With --follow, beside an instance that runs: both processes keep up with its log, and take its place when its
-    coordinator is gone. Where none runs, they are the instance at once. With a log that other machines reach
-    (postgresql:) that is so without --follow, wherever another process has the log.
+    If another process runs the instance, --follow makes these two keep up with its log and take over when its
+    coordinator is gone. If none does, they run the instance at once. With a log in PostgreSQL, --follow is the default
+    while another process has the log.
 
-    It ends with status 0 after a clean stop, with 4 where another process writes the log by now, with 70 where a
-    handler stops the app, and with 1 after any other error.
+    Exit status: 0 after a clean stop, 1 after an error, 4 if another process now writes the log, 70 if a handler
+    stopped the app.
     """
     from immortal.coordinator.instances.registry import claim_place, follower_settings
     from immortal.coordinator.log.open import place_of
@@ -112,12 +112,10 @@ def run(
     upgrading = mark is not None and mark.pending
     app = app or (mark.app if mark is not None and upgrading else None) or settings.app
     if app is None:
-        raise RegistryError(f"{name!r} has not been run yet: say what its app is ('immortal run {name} MODULE:CLASS')")
+        raise RegistryError(f"{name!r} has not been run yet: give its app ('immortal run {name} MODULE:CLASS')")
     if embedded:
         if restart or follow or promote or trust_pickle or log_format != "human" or said(options):
-            raise click.UsageError(
-                "with --embedded go --strict and --log-level; what else there is needs two processes"
-            )
+            raise click.UsageError("--embedded can be combined with --strict and --log-level only")
         _become_embedded(settings, app, strict=strict, log_level=log_level)
     on_started = (lambda: None) if follow else start_turn(registry.home)
     if mark is not None and upgrading:
@@ -155,7 +153,7 @@ def run(
         }
 
     def on_upgrade_failed() -> bool:
-        upgrade_mark.mark_failed(settings.folder, "the app gave it up; its own lines say why")
+        upgrade_mark.mark_failed(settings.folder, "the app gave it up: see its output")
         return upgrading
 
     log = configure(name, level=log_level, log_format=log_format)
@@ -192,6 +190,6 @@ def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_
 def _refuse_two_ports(settings: InstanceSettings) -> None:
     if settings.app_send_port is not None:
         raise RegistryError(
-            f"{settings.name!r} is for an app that uses two ports (app_send_port), which the apps of 'immortal run' do"
-            f" not: start 'immortal coordinator {settings.name}' and the app by itself, or register it without"
+            f"{settings.name!r} is for an app with two ports (app_send_port), and 'immortal run' starts apps with one:"
+            f" run 'immortal coordinator {settings.name}' and start the app yourself, or remove app_send_port"
         )

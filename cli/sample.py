@@ -40,29 +40,29 @@ class _Share(click.ParamType):  # type: ignore[type-arg]
             return value
         found = re.fullmatch(r"(\d+|\d*\.\d+)%", value)
         if found is None or not 0 < float(found[1]) <= 100:
-            self.fail(f"{value!r}: a part of a hundred was expected, such as 1% or 0.5%", param, ctx)
+            self.fail(f"{value!r}: a percentage was expected, such as 1% or 0.5%", param, ctx)
         return float(found[1]) / 100
 
 
 @click.command(cls=_Sample)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--share", type=_Share(), default=1.0, metavar="PERCENT", help="How many inputs to keep, such as 1%.")
+@click.option("--share", type=_Share(), default=1.0, metavar="PERCENT", help="Share of the inputs to keep, such as 1%.")
 @click.option(
     "--key",
     "keys",
     multiple=True,
     metavar="ARGUMENT",
-    help="Take --share of the values of that argument, each with all its inputs; may be given more than once.",
+    help="Keep --share of this argument's values, each with all its inputs; repeatable.",
 )
-@click.option("--keep", callback=function_name, metavar="MODULE:FUNCTION", help="Returns True for an input to keep.")
+@click.option("--keep", callback=function_name, metavar="MODULE:FUNCTION", help="Function that selects the inputs.")
 @click.option(
     "--redact",
     callback=function_name,
     metavar="MODULE:FUNCTION",
-    help="Returns the arguments to put in place of those of an input, or of an effect's result.",
+    help="Function that replaces the arguments of an input, or the result of an effect.",
 )
-@click.option("--from", "begin", type=Moment(), metavar="TIME", help="Take no input of before that time.")
-@click.option("--to", "end", type=Moment(), metavar="TIME", help="Take no input of a later time.")
+@click.option("--from", "begin", type=Moment(), metavar="TIME", help="Leave out inputs before this time.")
+@click.option("--to", "end", type=Moment(), metavar="TIME", help="Leave out inputs after this time.")
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -80,13 +80,15 @@ def sample(
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
-    """Make a small fleet in FOLDER for tests: its services handle some of the recorded inputs from outside again.
+    """Make a small fleet for tests in FOLDER from a part of the recorded inputs.
 
-    Their own code runs, from its first start on, on the recorded times, with the recorded results of effects; nothing
-    is sent, and logs are only read. The exit status is 1 if a text that --redact replaced is in the new logs.
+    The services' own code handles these inputs from outside again, from the first start on, with the recorded times and
+    results of effects. Nothing is sent, and logs are only read.
+
+    Exit status: 0 if the fleet is complete, 1 if a text that --redact replaced is in the new logs.
     """
     if keys and share == 1.0:
-        raise click.UsageError("--key says what --share counts: give both, such as --share 1% --key customer")
+        raise click.UsageError("--key needs --share, such as --share 1% --key customer")
     check_folder("FOLDER", folder.absolute())
     if (status := in_child(ctx)) is not None:
         sys.exit(status)
@@ -118,6 +120,6 @@ def sample(
         echo_lines(table_lines(heads, rows, right=heads[1:]))
         echo_lines(f"note: {note}" for note in made.notes)
         size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        echo(f"unchanged under today's code: {size_bytes:,} bytes in {folder}")
+        echo(f"replays unchanged with the present code: {size_bytes:,} bytes in {folder}")
     echo_lines((f"not redacted: {one}" for one in made.left), err=True)
     sys.exit(1 if made.left else 0)

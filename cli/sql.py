@@ -36,15 +36,17 @@ _ROWS_OF_A_GROUP = 100_000  # of a Parquet file
     multiple=True,
     callback=instance_names,
     shell_complete=complete_instance,
-    help="Only this one, and others that are given so.  [default: all that have a log]",
+    help="Instance to query; repeatable.  [default: all that have a log]",
 )
-@click.option("--at", type=Moment(), help="As of then: a time (UTC unless it says), or a record of the only instance.")
+@click.option("--at", type=Moment(), help="Moment to query: a time (UTC by default), or a record if one -i is given.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, an object for each row.")
 @click.option(
     "--parquet", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a Parquet file."
 )
-@click.option("--unsealed", is_flag=True, help="Let the query read and write files, and load DuckDB's extensions.")
+@click.option(
+    "--unsealed", is_flag=True, help="Allow the query to read and write files, and to load DuckDB extensions."
+)
 @trust_pickle_option
 @pass_registry
 def sql(
@@ -58,12 +60,11 @@ def sql(
     unsealed: bool,
     trust_pickle: bool,
 ) -> None:
-    """Run a QUERY over logs and states; instances that run are not disturbed.
+    """Run an SQL query over logs and states, without disturbing running instances.
 
-    Tables are messages, records, outputs, instances, clients, executions; waiting, timers, effects; and of each
-    instance its state (NAME), and what is in an attribute that is a container (NAME.ATTRIBUTE). All is of one moment:
-    no effect is shown without its cause. States come from a replay. A query reaches these tables alone, and no file,
-    unless --unsealed.
+    Tables: messages, records, outputs, instances, clients, executions, waiting, timers and effects; for each instance,
+    its state (NAME) and the content of each container in it (NAME.ATTRIBUTE). All tables show the same moment: no
+    effect without its cause. States come from a replay. Without --unsealed, a query can't access files.
     """
     if as_csv + as_json + (parquet is not None) > 1:
         raise click.UsageError("give one of --csv, --json and --parquet")
@@ -84,7 +85,7 @@ def _run(database: Database, query: str, *, as_csv: bool, as_json: bool, parquet
     try:
         found = database.run(query)
         if found is None:
-            raise FailedError("the query gives no rows: one such as select was expected")
+            raise FailedError("the query returns no rows: a query such as select was expected")
         if parquet is not None:
             echo(f"{counted(_write_parquet(found, parquet), 'row')} in {parquet}")
             return
@@ -98,7 +99,7 @@ def _run(database: Database, query: str, *, as_csv: bool, as_json: bool, parquet
         else:
             _print_rows(columns, rows)
     except duckdb.PermissionException as error:
-        raise FailedError(f"{error}\na query reaches the tables alone, and no file: --unsealed lets it") from None
+        raise FailedError(f"{error}\na query can't access files: --unsealed lets it") from None
     except duckdb.Error as error:
         raise wrong_query(error) from None
 
@@ -137,7 +138,7 @@ def _print_rows(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None
         shown.append([cell(value) for value in row])
     print_table([printable(name) for name in columns], shown)
     if more:
-        echo(f"... and more than these {ROWS_SHOWN_MAX:,}: --json, --csv and --parquet give all", err=True)
+        echo(f"... only the first {ROWS_SHOWN_MAX:,} are shown: --json, --csv and --parquet give all", err=True)
 
 
 def _print_csv(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:

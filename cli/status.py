@@ -50,7 +50,10 @@ SLOW_COMMIT_MS = 50  # a disk that syncs takes 0.1 to 10 ms
 @json_option
 @pass_registry
 def status(registry: Registry, name: str | None, as_json: bool) -> None:
-    """Show all instances, or one: phase, sequence ID, checkpoint, the positions of each stream, backlog."""
+    """Show all instances, or NAME: phase, record, backlog, checkpoint, streams.
+
+    Exit status: 0, or 1 if an instance has an error.
+    """
     names = [registry.load(name).name] if name is not None else registry.names()
     with ThreadPoolExecutor(ASKED_AT_ONCE_MAX) as pool:
         rows = list(pool.map(lambda one: instance_status(registry, one), names))
@@ -109,7 +112,7 @@ def _clients(row: dict[str, Any]) -> str:
 
 def _phase(row: dict[str, Any]) -> str:
     silent_s = row.get("app_silent_s") or 0
-    hint = f" (the app has taken nothing for {silent_s:.0f} s)" if silent_s >= 5 and row.get("backlog_records") else ""
+    hint = f" (the app has read nothing for {silent_s:.0f} s)" if silent_s >= 5 and row.get("backlog_records") else ""
     commit_ms = row.get("commit_ms") or 0
     if commit_ms >= SLOW_COMMIT_MS:
         hint += f" (its disk is slow: a commit takes {commit_ms:.0f} ms)"
@@ -143,16 +146,18 @@ SILENT_NS = 1_000_000_000  # a process that is waited for longer is named
 
 @click.command()
 @name_argument
-@click.option("--live", "only_live", is_flag=True, help="The coordinator answers, whatever its app does.")
-@click.option("--ready", is_flag=True, help="As without an option: it also works, or follows and keeps up.")
-@timeout_option(control.QUERY_TIMEOUT_S, "How long to wait for the answer.")
+@click.option("--live", "only_live", is_flag=True, help="Check only that the coordinator answers.")
+@click.option("--ready", is_flag=True, help="Check that NAME is ready; do not ask its app.")
+@timeout_option(control.QUERY_TIMEOUT_S, "Seconds to wait for the answer.")
 @pass_registry
 def health(registry: Registry, name: str, only_live: bool, ready: bool, timeout_s: float) -> None:
-    """Say whether NAME is well: status 0, or 1 with the reason, for probes.
+    """Check whether NAME is ready, for probes.
 
-    Ready is an instance whose app works, and one that follows another process and keeps up. The coordinator alone is
-    looked at, in this home: its peers may be down. One whose state can't be saved is ready, and it is said. Without an
-    option its app is asked too, whom it waits for with ordered multicasts; that does not change the status.
+    An instance is ready if its app works, or if it follows another process and keeps up; also if its state can't be
+    saved, which is printed. Only the coordinator in this home is checked: peers may be down. Without an option, the app
+    is also asked which members its ordered multicasts wait for; this does not change the exit status.
+
+    Exit status: 0 if ready, or live with --live; 1 if not, with the reason.
     """
     if only_live and ready:
         raise click.UsageError("--live or --ready, not both")
@@ -194,7 +199,7 @@ _COLUMNS |= {"app": "app", "version": "version", "peers at": "peer"}
 @json_option
 @click.pass_context
 def ps(ctx: click.Context, path: Path | None, as_json: bool) -> None:
-    """Show all services of a project: what runs, since when, and what does not."""
+    """List all services of a project and their state, running or not."""
     project, registry = project_of(ctx, path)
     found = holder(project.home)
     names = [*dict.fromkeys([*project.names(), *registry.names()])]
@@ -247,14 +252,14 @@ _POLL_S = 0.2
 
 @click.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=instance_names, shell_complete=complete_instance)
-@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
-@click.option("-n", "--tail", "count", type=click.IntRange(min=0), help="The last lines of each only.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until Ctrl-C.")
+@click.option("-n", "--tail", "count", type=click.IntRange(min=0), help="Number of last lines of each service.")
 @project_option
 @click.pass_context
 def logs(ctx: click.Context, names: tuple[str, ...], follow: bool, count: int | None, path: Path | None) -> None:
-    """Show what the services have said under 'immortal up', all or those named, by time.
+    """Show the output of all services under 'immortal up', or of NAME..., by time.
 
-    Times are UTC. The last 40 MiB of each are kept, in HOME/NAME/output.log and the files before it.
+    Times are UTC. The last 40 MiB of each service are kept, in HOME/NAME/output.log and older files beside it.
     """
     from immortal.coordinator.project.output import Console, Tail, merge_by_time
 

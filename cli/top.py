@@ -177,8 +177,8 @@ def _keys() -> Iterator[Callable[[float], list[str]]]:
 
 @click.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1, callback=instance_names, shell_complete=complete_instance)
-@click.option("--once", is_flag=True, help="Print the tables once, as always without a terminal.")
-@click.option("--sort", type=click.Choice(_SORTS), default="problems", show_default=True, help="The column to sort by.")
+@click.option("--once", is_flag=True, help="Print the tables once; the default without a terminal.")
+@click.option("--sort", type=click.Choice(_SORTS), default="problems", show_default=True, help="Column to sort by.")
 @click.option(
     "--interval",
     "interval_s",
@@ -186,14 +186,14 @@ def _keys() -> Iterator[Callable[[float], list[str]]]:
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="How often the instances are asked.",
+    help="Time between two updates.",
 )
 @pass_registry
 def top(registry: Registry, names: tuple[str, ...], once: bool, sort: str, interval_s: float) -> None:
-    """Show all instances, or those named, and the busiest streams, live; 'q' ends it.
+    """Watch all instances, or NAME..., and the busiest streams; 'q' quits.
 
-    Each has its state, rates per second (records logged, messages in and out), the backlog, messages that no receiver
-    has acknowledged, handlers that wait and for how long, the age of the checkpoint, the size of the log, and problems.
+    The columns show state, rates per second (records logged, messages in and out), backlog, unacknowledged messages,
+    waiting handlers and the longest wait, age of the checkpoint, size of the log, and problems.
     """
     for name in names:
         registry.load(name)

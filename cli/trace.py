@@ -43,16 +43,16 @@ _names_argument = click.argument(
 
 @click.group(cls=Commands)
 def trace() -> None:
-    """Give what happened to viewers of traces: Perfetto, and all that take OpenTelemetry's."""
+    """Export logs as traces, for Perfetto or OpenTelemetry."""
 
 
 @trace.command()
 @_names_argument
-@click.option("--from", "first", type=Moment(), help="The first record's sequence ID, or a time (UTC unless it says).")
-@click.option("--to", "last", type=Moment(), help="The last record's, or a time.")
-@click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="For Perfetto.")
-@click.option("--otlp", metavar="FILE|URL", help="OTLP's JSON, into a file or to an HTTP endpoint.")
-@click.option("--causes", is_flag=True, help="Replay the logs to learn which message made which call.")
+@click.option("--from", "first", type=Moment(), help="First record to export, or a time (UTC by default).")
+@click.option("--to", "last", type=Moment(), help="Last record to export, or a time.")
+@click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Perfetto trace.")
+@click.option("--otlp", metavar="FILE|URL", help="OTLP as JSON, to a file or an HTTP endpoint.")
+@click.option("--causes", is_flag=True, help="Replay the logs to find which message made which call.")
 @pass_registry
 def export(
     registry: Registry,
@@ -63,16 +63,18 @@ def export(
     otlp: str | None,
     causes: bool,
 ) -> None:
-    """Write the messages of NAME... as a trace, by the logs alone: the instances may run, and notice nothing.
+    """Export the messages of NAME... as a trace.
 
-    --perfetto FILE is opened by https://ui.perfetto.dev; with a name that ends in .gz it is compressed. --otlp takes
-    the URL of a collector, such as http://127.0.0.1:4318, or a file. Record numbers are each log's own: with several
-    NAMEs give times.
+    Only logs are read, so running instances are not disturbed. Open the file of --perfetto in https://ui.perfetto.dev;
+    if its name ends in .gz, it is compressed. --otlp takes a file, or the URL of a collector such as
+    http://127.0.0.1:4318. With several NAMEs, give times instead of records.
+
+    Exit status: 0 if all was exported, 1 if records were left out.
     """
     if (perfetto is None) == (otlp is None):
         raise click.UsageError("give one of --perfetto FILE and --otlp FILE|URL")
     if len(names) > 1 and (isinstance(first, int) or isinstance(last, int)):
-        raise click.UsageError("record numbers are each log's own: with several NAMEs, --from and --to take times")
+        raise click.UsageError("record numbers belong to one log: with several NAMEs, --from and --to take times")
     with ExitStack() as stack:
         sources = [_source(registry, name, first, last, stack) for name in names]
         for source in sources:
@@ -135,13 +137,13 @@ def _new_file(path: Path) -> IO[bytes]:
 
 @trace.command()
 @_names_argument
-@click.option("--otlp", metavar="URL", required=True, help="The endpoint, such as http://127.0.0.1:4318.")
-@click.option("--from", "first", type=Moment(), help="Where to begin.  [default: with what comes from now on]")
+@click.option("--otlp", metavar="URL", required=True, help="Endpoint, such as http://127.0.0.1:4318.")
+@click.option("--from", "first", type=Moment(), help="First record to send, or a time.  [default: the next record]")
 @click.option(
     "--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-    help="Note there how far it has come, and go on from there.",
+    help="File with the position of the last run: continue from it, and update it.",
 )  # fmt: skip
-@click.option("--causes", is_flag=True, help="Let a copy of each app replay its log, to learn what made each call.")
+@click.option("--causes", is_flag=True, help="Replay each log in a copy of its app, to find what made each call.")
 @pass_registry
 def follow(
     registry: Registry,
@@ -151,13 +153,13 @@ def follow(
     resume: Path | None,
     causes: bool,
 ) -> None:
-    """Send the spans of NAME... to an endpoint as they come, until Ctrl-C or SIGTERM.
+    """Send new spans of NAME... to an endpoint, until Ctrl-C or SIGTERM.
 
-    It reads the logs alone, so it costs the instances nothing, and may be started and stopped at any time. An endpoint
-    that is away is waited for.
+    Only logs are read: the instances are not disturbed, and this command can be started and stopped at any time. If
+    the endpoint is down, the command waits for it.
     """
     if len(names) > 1 and isinstance(first, int):
-        raise click.UsageError("record numbers are each log's own: with several NAMEs, --from takes a time")
+        raise click.UsageError("record numbers belong to one log: with several NAMEs, --from takes a time")
     over = threading.Event()
     with ExitStack() as stack:
         positions = Positions(resume)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _code_option = click.option(
     "--code",
     type=click.Path(exists=True, path_type=Path),
-    help="A folder or a wheel: the code to try is taken from there.",
+    help="Folder or wheel to import the code to try from.",
 )
 
 
@@ -92,16 +92,16 @@ class _WhatIf(click.Command):
     required=True,
     metavar="MODULE:CLASS",
     callback=app_or_hand,
-    help="The code to try; - waits for one.",
+    help="Code to try; - waits for an app started by hand.",
 )
 @_code_option
 @click.option(
-    "--old-app", metavar="MODULE:CLASS", callback=app_or_hand, help="What to compare with.  [default: its own app]"
+    "--old-app", metavar="MODULE:CLASS", callback=app_or_hand, help="Code to compare with.  [default: NAME's own]"
 )
 @app_port_option()
 @app_port_option("old-app")
-@click.option("--from", "checkpoint_id", type=click.IntRange(min=0), help="Begin at this checkpoint, not the oldest.")
-@click.option("--to", "last_sequence_id", type=click.IntRange(min=0), help="The last record to be handled.")
+@click.option("--from", "checkpoint_id", type=click.IntRange(min=0), help="Checkpoint to begin at, not the oldest.")
+@click.option("--to", "last_sequence_id", type=click.IntRange(min=0), help="Last record to handle.")
 @click.option(
     "--upgrade",
     "upgrade_to",
@@ -109,13 +109,13 @@ class _WhatIf(click.Command):
     flag_value=OWN_VERSION,
     type=_Version(),
     metavar="[VERSION]",
-    help="The new code upgrades the state first: to this version, or to its own.",
+    help="Let the new code upgrade the state first, to VERSION or to its own version.",
 )
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="At most so many differences in full."
+    "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="Differences to print in full, at most."
 )
 @at_least_option(1)
-@click.option("--fleet", is_flag=True, help="Let changed calls travel through all services: what-if --fleet --help.")
+@click.option("--fleet", is_flag=True, help="Follow changed calls through all services: see what-if --fleet --help.")
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -138,10 +138,11 @@ def what_if(
 ) -> None:
     """Compare what other code would have done with the log of NAME.
 
-    The recorded inputs go through both, side by side; nothing is sent, and the log is only read. What failed is called
-    again. The exit status is 0 if nothing would be different, 3 if something would (a call that fails, or does not any
-    more, and a record that makes the new code end are), 1 if it could not be tried, or on fewer messages than
-    --at-least.
+    The recorded inputs go through the old and the new code, side by side; calls that failed then are tried again.
+    Nothing is sent, and the log is only read.
+
+    Exit status: 0 if nothing would be different, 3 if something would (also a call that now fails or no longer fails,
+    or a record that ends the new code), 1 if this can't be tried or fewer than --at-least messages were compared.
     """
     settings = settings_with_log(registry, name)
     with (
@@ -185,9 +186,9 @@ def what_if(
 def _divergence_text(divergence: Divergence, name: str, old_app: str) -> str:
     stream = f"the calls to {divergence.destination!r}" if divergence.destination else "the calls to itself"
     return (
-        f"{old_app} does not make again what the log of {name!r} says was made: of {stream} those from number"
-        f" {divergence.after_position + 1} to {divergence.position} are others, or missing. So there is nothing to"
-        f" compare with: give the code that made this log with --old-app, or see 'immortal verify {name}'"
+        f"{old_app} does not repeat what the log of {name!r} has: of {stream}, numbers {divergence.after_position + 1}"
+        f" to {divergence.position} are different or missing. So there is nothing to compare with: give the code that"
+        f" made this log with --old-app, or see 'immortal verify {name}'"
     )
 
 
@@ -250,24 +251,24 @@ def _duration_ns(ctx: click.Context, parameter: click.Parameter, value: str | No
     multiple=True,
     required=True,
     metavar="NAME=MODULE:CLASS",
-    help="A service, and the code to try in its place; may be given more than once.",
+    help="Service, and the code to try for it; repeatable.",
 )
 @_code_option
-@click.option("--from", "begin", type=Moment(), metavar="TIME", help="Begin at the newest checkpoint before that time.")
-@click.option("--to", "end", type=Moment(), metavar="TIME", help="Handle no record of a later time.")
+@click.option("--from", "begin", type=Moment(), metavar="TIME", help="Begin at the newest checkpoint before this time.")
+@click.option("--to", "end", type=Moment(), metavar="TIME", help="Leave out records after this time.")
 @click.option(
     "--effects",
     default="fail",
     show_default=True,
     callback=function_name,
     metavar="fail|by-key|ask|MODULE:FUNCTION",
-    help="What comes for effects that the logs have no result of.",
+    help="How to answer effects without a result in the logs.",
 )
 @click.option(
     "--answer", callback=function_name, metavar="MODULE:FUNCTION", help="Answers new calls to services without a log."
 )
 @click.option(
-    "--check", callback=function_name, metavar="MODULE:FUNCTION", help="What is to hold for the services' states."
+    "--check", callback=function_name, metavar="MODULE:FUNCTION", help="Function that checks the services' states."
 )
 @click.option(
     "--handler-limit",
@@ -275,26 +276,24 @@ def _duration_ns(ctx: click.Context, parameter: click.Parameter, value: str | No
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long the messages of a record may take, then a handler fails; and a check, which ends all.",
+    help="Time limit for the messages of a record (then a handler fails) and for a check (then the command fails).",
 )
-@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Try so many orders.")
-@click.option("--details", is_flag=True, help="--json also has each difference, and calls by the hour.")
-@click.option(
-    "--without", multiple=True, metavar="NAME", help="A service that counts as one without a log; may be given again."
-)
+@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Number of orders to try.")
+@click.option("--details", is_flag=True, help="Add each difference, and calls by the hour, to --json.")
+@click.option("--without", multiple=True, metavar="NAME", help="Service to treat as one without a log; repeatable.")
 @click.option("--orders", callback=_orders, hidden=True)  # of a task on Spark
 @click.option(
     "--delays",
     type=click.Choice(["recorded", "shortest", "longest"]),
     default="recorded",
     show_default=True,
-    help="How long new messages take: as those of their stream did then, or at the least or most.",
+    help="Delay of new messages: as recorded for their stream, or the shortest or longest possible.",
 )
 @click.option(
     "--bisect",
     "git_range",
     metavar="A..B",
-    help="Find the first commit of that range of this git repository whose code makes a difference, or breaks --check.",
+    help="Find the first commit in this range of the git repository that makes a difference, or breaks --check.",
 )
 @click.option(
     "--html", "page", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts."
@@ -312,19 +311,19 @@ def _duration_ns(ctx: click.Context, parameter: click.Parameter, value: str | No
     "duration_ns",
     callback=_duration_ns,
     metavar="DURATION",
-    help="With --live: end after so long, such as 1h.",
+    help="With --live: end after this time, such as 1h.",
 )
 @click.option(
-    "--consequences", is_flag=True, help="With --live: run the whole fleet from time to time, for what follows in it."
+    "--consequences", is_flag=True, help="With --live: replay the whole fleet from time to time, to show what follows."
 )
 @click.option(
     "--memory-limit",
     "memory_limit_mib",
     type=click.IntRange(min=64),
     metavar="MIB",
-    help="With --live: what the two codes of a service may take, before they begin again.  [default: 2048]",
+    help="With --live: memory limit of the process with both codes; above it, they begin again.  [default: 2048]",
 )
-@click.option("--shadow", hidden=True, help="What a process of --live is given.")
+@click.option("--shadow", hidden=True, help="Order to a process of --live.")
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -356,13 +355,14 @@ def _fleet(
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
-    """Compare what the whole fleet did with what it would have done with other code of some services.
+    """Compare what a fleet did with what it would have done with other code.
 
-    Changed calls travel: the other services' own code handles them, and answers. Inputs from outside are the recorded
-    ones; nothing is sent, and logs are only read. The exit status is 0 if nothing would be different, 3 if something
-    would, 1 if it could not be tried.
+    Changed calls travel: the other services' own code handles and answers them. Inputs from outside are the recorded
+    ones. Nothing is sent, and logs are only read.
 
-    With --live the changed code shadows the running services until Ctrl-C: it gets each input as it is logged.
+    With --live, the changed code shadows the running services until Ctrl-C: it gets each input as it is logged.
+
+    Exit status: 0 if nothing would be different, 3 if something would, 1 if this can't be tried.
     """
     if not live and (consequences or duration_ns is not None or memory_limit_mib is not None):
         raise click.UsageError("--for, --consequences and --memory-limit are for --live")
@@ -378,7 +378,7 @@ def _fleet(
         raise click.UsageError(f"--delays {delays} leaves one order, and --seeds tries many: give one of the two")
     if git_range is not None:
         if page is not None or tables is not None or effects == "ask":
-            raise click.UsageError("--bisect tries many commits: --html, --parquet and --effects ask are for one")
+            raise click.UsageError("--bisect can't be combined with --html, --parquet or --effects ask")
         sys.exit(_bisect(ctx, git_range, code or Path(), is_of_check=check is not None, as_json=as_json))
     if effects == "ask" and not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise FailedError("--effects ask: there is no terminal to ask at: give fail, by-key or MODULE:FUNCTION")
@@ -487,7 +487,7 @@ def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool
         try:
             return decode_json(done.stdout, type=FleetOutcome)
         except DecodeError:
-            return ReplayError(f"its process ended with status {done.returncode}, and said nothing")
+            return ReplayError(f"its process ended with status {done.returncode}, and printed nothing")
 
     def is_bad(outcome: FleetOutcome) -> bool:
         return outcome.broken is not None if is_of_check else outcome.is_different
@@ -541,13 +541,13 @@ def _ask() -> Answer:
                 if text not in ("fail", "skip"):
                     call.fits(parse_json_argument(text))
             except (DecodeError, TypeError) as error:
-                echo(f"{text!r} is no result: {error}", err=True)
+                echo(f"{text!r} is not a result: {error}", err=True)
             else:
                 known[request] = text
         if known[request] == "skip":
             raise NoResultError
         if known[request] == "fail":
-            raise RuntimeError("failed, as was asked for")
+            raise RuntimeError("failed, as you answered")
         return parse_json_argument(known[request])
 
     return ask
@@ -578,7 +578,7 @@ def in_child(ctx: click.Context, *, asks: bool = False) -> int | None:
         echo_lines(output.decode("utf-8", "replace").splitlines(), err=is_error)
     if done.returncode < 0 or done.returncode not in (0, 1, 2, DIFFERENT):
         raise FailedError(
-            f"the code ended the process of {ctx.info_name} (status {done.returncode}): what it did so far is lost; try"
-            " --to with an earlier time"
+            f"the code ended the process of {ctx.info_name} (status {done.returncode}), and its results are lost: try"
+            " an earlier time for --to"
         )
     return done.returncode

@@ -191,7 +191,7 @@ class _Live:
         name, record, side = at[0], int(at[1]), at[2]
         does = "does not end" if hangs else f"ends its process (status {status})"
         if reason in (TOO_LARGE, "MemoryError"):
-            does = "needs more memory than --memory-limit gives it"
+            does = "needs more memory than --memory-limit allows"
         text = f"the {side} code {does}"
         if side == "new":
             self._show(Found(name, "ends", name, "", record, None, time.time_ns(), 0.0, text))

@@ -92,16 +92,16 @@ def spark_options(job: Function) -> Any:
         return job(*arguments, run=Run(master, strict, settings, as_json, lineage), **more)
 
     function = click.option(
-        "--conf", "settings", multiple=True, callback=_settings, metavar="NAME=VALUE", help="A setting of Spark's."
+        "--conf", "settings", multiple=True, callback=_settings, metavar="NAME=VALUE", help="Spark setting; repeatable."
     )(json_option(function))
     function = click.option(
         "--env",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="An archive of 'immortal pipeline pack', from which executors import.",
+        help="Archive of 'immortal pipeline pack' that executors import from.",
     )(function)
     function = click.option("--lineage", is_flag=True, help="Report the run to OpenLineage.")(function)
-    function = click.option("--strict", is_flag=True, help="End at the first log that cannot be read.")(function)
-    return click.option("--master", default="local[*]", show_default=True, help="Where Spark runs.")(function)
+    function = click.option("--strict", is_flag=True, help="Stop at the first log that can't be read.")(function)
+    return click.option("--master", default="local[*]", show_default=True, help="Spark master to run on.")(function)
 
 
 def _settings(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -124,10 +124,10 @@ def _paths(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]
 
 paths_argument = click.argument("paths", nargs=-1, metavar="[PATH]...", callback=_paths)
 limit_option = click.option(
-    "--limit", type=click.IntRange(min=0), default=10, show_default=True, help="At most so many findings in full."
+    "--limit", type=click.IntRange(min=0), default=10, show_default=True, help="Findings to print in full, at most."
 )
 decode_option = click.option(
-    "--decode", metavar="MODULE:CLASS", help="The class whose methods are called; or NAME=MODULE:CLASS,... by instance."
+    "--decode", metavar="MODULE:CLASS", help="Class to decode calls with; or one by instance: NAME=MODULE:CLASS,..."
 )
 
 
@@ -176,24 +176,24 @@ def open_spark(
 
 @click.group(cls=_Group)
 def pipeline() -> None:
-    """Jobs over the logs of a whole fleet, on Spark.
+    """Run Spark jobs over the logs of a whole fleet.
 
-    A PATH is a log folder, a registry's home, an export, or a URL: of a database (postgresql://HOST/DATABASE) or an
-    archive (s3://BUCKET/PATH and the like), all logs there or, with #NAME behind it, one of them. Without any it is the
-    own registry's home.
+    A PATH is a log folder, a registry's home, an export, or the URL of a database (postgresql://HOST/DATABASE) or an
+    archive (s3://BUCKET/PATH or similar). A URL means all logs there; with #NAME at its end, one log. The default is
+    this registry's home.
 
-    Exit status: 0 nothing was found; 1 it could not run; 2 wrong use; 3 something was found; 4 nothing was found, and
-    some logs could not be read.
+    Exit status: 0 if nothing was found, 1 if the job failed, 2 for wrong usage, 3 if something was found, 4 if nothing
+    was found but some logs can't be read.
     """
 
 
 @pipeline.command()
 @paths_argument
-@click.option("--to", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Where it goes.")
+@click.option("--to", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Output folder.")
 @click.option("--tables", metavar="NAME,...", help="raw, records, messages, outputs, checkpoints.  [default: all]")
 @spark_options
 def export(paths: list[str], folder: Path, tables: str | None, run: Run) -> None:
-    """Logs to Parquet, by instance and day; each time what is new. Compared with the logs before it counts."""
+    """Export new records to Parquet, by instance and day. The output is compared with the logs before it commits."""
     fleet = _open(paths, run)
     from immortal.pipeline.jobs import export as job
     from immortal.pipeline.report.text import export_lines
@@ -212,15 +212,15 @@ def export(paths: list[str], folder: Path, tables: str | None, run: Run) -> None
     type=click.IntRange(min=0),
     default=1_000,
     show_default=True,
-    help="By how much clocks may differ.",
+    help="Allowed difference between clocks, in ms.",
 )
 @click.option("--streams", is_flag=True, help="List every stream.")
 @limit_option
 @spark_options
 def audit(paths: list[str], tolerance_ms: int, streams: bool, limit: int, run: Run) -> None:
-    """Was every message executed once, in order, after its cause, and as it was made?
+    """Check delivery: every message once, in order, after its cause, and unchanged.
 
-    The exit status is 0 if so, 3 if not, 4 if some logs could not be read.
+    Exit status: 0 if so, 3 if not, 4 if some logs can't be read.
     """
     fleet = _open(paths, run)
     from immortal.pipeline.jobs import audit as job
@@ -237,9 +237,9 @@ def audit(paths: list[str], tolerance_ms: int, streams: bool, limit: int, run: R
 @limit_option
 @spark_options
 def verify(paths: list[str], limit: int, run: Run) -> None:
-    """Recompute every check of every record and checkpoint, in parallel.
+    """Recompute all checksums of records and checkpoints, in parallel.
 
-    The exit status is 0 if all is sound, 3 if something is damaged, 4 if some logs could not be read.
+    Exit status: 0 if all is sound, 3 if something is damaged, 4 if some logs can't be read.
     """
     fleet = _open(paths, run)
     from immortal.pipeline.jobs import verify as job
@@ -256,11 +256,11 @@ def verify(paths: list[str], limit: int, run: Run) -> None:
 @decode_option
 @click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with charts.")
 @click.option(
-    "--top", type=click.IntRange(min=1), default=10, show_default=True, help="So many methods and pairs are printed."
+    "--top", type=click.IntRange(min=1), default=10, show_default=True, help="Methods and pairs to print, at most."
 )
 @spark_options
 def stats(paths: list[str], decode: str | None, page: Path | None, top: int, run: Run) -> None:
-    """Calls, bytes and times from sending to logging: by service, method, minute and pair of services."""
+    """Report calls, bytes and times from sending to logging, by service, method, minute and pair of services."""
     fleet = _open(paths, run)
     from immortal.pipeline.jobs import stats as job
     from immortal.pipeline.report.text import stats_lines
@@ -284,16 +284,16 @@ def _write(path: Path, text: str) -> None:
 @click.argument("place", metavar="RECORD[:MESSAGE]", type=RecordPlace())
 @paths_argument
 @decode_option
-@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture.")
-@click.option("--dot", type=click.Path(dir_okay=False, path_type=Path), help="Write it for graphviz.")
-@click.option("--lag", type=click.IntRange(min=0), default=1, show_default=True, help="Records an app may be behind.")
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write an SVG picture.")
+@click.option("--dot", type=click.Path(dir_okay=False, path_type=Path), help="Write a Graphviz file.")
+@click.option("--lag", type=click.IntRange(min=0), default=1, show_default=True, help="Records an app may lag behind.")
 @click.option(
-    "--within-ms", type=click.IntRange(min=0), default=1_000, show_default=True, help="Calls are sent within so long."
+    "--within-ms", type=click.IntRange(min=0), default=1_000, show_default=True, help="Time in which calls are sent."
 )
 @click.option(
-    "--horizon-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Follow it for so long."
+    "--horizon-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Time to follow the message for."
 )
-@click.option("--limit", type=click.IntRange(min=1), default=1_000, show_default=True, help="At most so many nodes.")
+@click.option("--limit", type=click.IntRange(min=1), default=1_000, show_default=True, help="Nodes to show, at most.")
 @spark_options
 def trace(
     instance: str,
@@ -310,7 +310,8 @@ def trace(
 ) -> None:
     """Follow a message of INSTANCE across services.
 
-    Logs do not say which message made which call: each is shown with how many may have made it; "exact" is one.
+    Logs do not record which message made which call. Each call is shown with the number of messages that may have made
+    it; "exact" means one.
     """
     fleet = _open(paths, run)
     from immortal.pipeline.jobs import trace as job
@@ -337,10 +338,10 @@ def trace(
 
 
 @pipeline.command()
-@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The archive (.tar.gz).")
-@click.option("--code", type=click.Path(exists=True, path_type=Path), help="A folder or wheel with modules of yours.")
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Archive file (.tar.gz).")
+@click.option("--code", type=click.Path(exists=True, path_type=Path), help="Folder or wheel with your own modules.")
 def pack(out: Path, code: Path | None) -> None:
-    """Pack the packages of this environment, for executors without them: '--master spark://... --env ARCHIVE'."""
+    """Pack this environment's packages for Spark executors: '--master spark://... --env ARCHIVE'."""
     require_packages()
     from immortal.pipeline import packing
 
@@ -396,20 +397,25 @@ home_argument = click.argument(
     multiple=True,
     callback=_apps,
     metavar="[NAME=]MODULE:CLASS",
-    help="The code to try.",
+    help="Code to try; repeatable.",
 )
-@click.option("--code", type=click.Path(path_type=Path), help="A folder or wheel from which it is imported.")
-@click.option("--old-app", metavar="MODULE:CLASS", help="What to compare with.  [default: its own app]")
-@click.option("--upgrade", is_flag=True, help="The new code upgrades the state first.")
-@click.option("--trust-pickle", is_flag=True, help="Read states that pickle wrote also of logs that HOME did not make.")
+@click.option("--code", type=click.Path(path_type=Path), help="Folder or wheel to import the code from.")
+@click.option("--old-app", metavar="MODULE:CLASS", help="Code to compare with.  [default: the instance's own]")
+@click.option("--upgrade", is_flag=True, help="Let the new code upgrade the state first.")
+@click.option("--trust-pickle", is_flag=True, help="Also read pickled states of logs that HOME did not make.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=3_600.0, show_default=True, help="For one, in s."
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=3_600.0,
+    show_default=True,
+    help="Time limit for one instance, in seconds.",
 )
 @click.option(
     "--propagate",
     is_flag=True,
     expose_value=False,  # _WhatIf has seen to it
-    help="Let changed calls travel, with other options: what-if --propagate --help.",
+    help="Follow changed calls through all services: see what-if --propagate --help.",
 )
 @spark_options
 def what_if(
@@ -422,9 +428,9 @@ def what_if(
     timeout_s: float,
     run: Run,
 ) -> None:
-    """Compare what other code would have done with the logs of all instances registered in HOME.
+    """Compare what other code would have done with all logs in HOME.
 
-    The exit status is 0 if nothing would be, 3 if something would, 4 if some could not be tried, 1 if none could.
+    Exit status: 0 if nothing would be different, 3 if something would, 4 if some logs can't be tried, 1 if none can.
     """
     require_packages()
     from immortal.pipeline.jobs import what_if as job
@@ -461,7 +467,7 @@ def say_unreadable(unreadable: Sequence[Unreadable]) -> None:
         echo(f"NOT READ, or not to the end: {counted(len(unreadable), 'log')}")
     echo_lines(f"  {each.log}: {each.text}" for each in unreadable[:_UNREADABLE_SHOWN_MAX])
     if len(unreadable) > _UNREADABLE_SHOWN_MAX:
-        echo(f"  and {len(unreadable) - _UNREADABLE_SHOWN_MAX:,} more; --json has them all")
+        echo(f"  and {len(unreadable) - _UNREADABLE_SHOWN_MAX:,} more; --json lists all")
 
 
 # Progress of Spark's jobs on stderr; nothing is shown if stderr is no terminal.

@@ -56,24 +56,24 @@ def _address_options(port: int, token_help: str, or_else: str) -> Callable[[Func
             if not is_loopback(host) and (tls_cert is None or token_file is None):
                 raise click.UsageError(
                     f"--host {host} can be reached from other machines: --tls-cert, --tls-key and --token-file are"
-                    f" needed with it{or_else}"
+                    f" needed{or_else}"
                 )
             tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
             return function(*arguments, address=_Address(host, port, tls, token_file), **options)
 
         for option in (
             click.option("--token-file", type=click.Path(dir_okay=False, path_type=Path), help=token_help),
-            click.option("--tls-key", type=_FILE, help="Its private key (PEM)."),
-            click.option("--tls-cert", type=_FILE, help="The certificate (PEM)."),
+            click.option("--tls-key", type=_FILE, help="Private key of the certificate (PEM)."),
+            click.option("--tls-cert", type=_FILE, help="TLS certificate (PEM)."),
             click.option(
-                "--host", default="127.0.0.1", show_default=True, help="The address; another one needs TLS and a token."
+                "--host", default="127.0.0.1", show_default=True, help="Address; a public one needs TLS and a token."
             ),
             click.option(
                 "--port",
                 type=click.IntRange(0, 65535),
                 default=port,
                 show_default=True,
-                help="The port; 0 takes a free one.",
+                help="Port to listen at; 0 takes a free one.",
             ),
         ):
             with_address = option(with_address)
@@ -85,23 +85,21 @@ def _address_options(port: int, token_help: str, or_else: str) -> Callable[[Func
 @click.command()
 @_address_options(
     0,
-    "A file of mode 0600 with the token that opens the page.  [default: a new one at each start]",
-    " (or leave --host out, and come in by a tunnel, such as 'ssh -L')",
+    "File of mode 0600 with the token for the page.  [default: a new token at each start]",
+    " (or leave --host out and use a tunnel, such as 'ssh -L')",
 )
 @click.option(
     "--reader-token-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="A file of mode 0600 with another token, which lets look and do nothing.",
+    help="File of mode 0600 with a second token, which can only read.",
 )
-@click.option(
-    "--allow-actions", is_flag=True, help="Let who has the token also change things; each is in the audit log."
-)
+@click.option("--allow-actions", is_flag=True, help="Allow actions that change instances; the audit log records each.")
 @pass_registry
 def web(registry: Registry, address: _Address, reader_token_file: Path | None, allow_actions: bool) -> None:
-    """Serve a page of all instances: what runs, what waits, the log of each, and any moment of it.
+    """Serve a web page of all instances: states, waits, logs and time travel.
 
-    It prints the address, with the token in it, and serves until Ctrl-C. Start it in the folder of the apps' modules,
-    as 'immortal replay'. Who has the token sees all states, and can run code as you, in a copy of an app.
+    The command prints the address with the token, and serves until Ctrl-C. Start it in the folder of the apps' modules,
+    like 'immortal replay'. Anybody with the token sees all states, and can run code as you, in a copy of an app.
     """
     try:
         import jinja2  # noqa: F401
@@ -140,28 +138,30 @@ def is_loopback(host: str) -> bool:
 @_targets
 @_address_options(
     8080,
-    "A file of mode 0600 with the token that each request brings.",
-    ", or a web server of yours in front of --host 127.0.0.1",
+    "File of mode 0600 with the token that each request must have.",
+    ", or your own web server in front of --host 127.0.0.1",
 )
-@click.option("--identity", help="The client name, with a key of its own, by which instances know the requests.")
+@click.option("--identity", help="Client name, with a key of its own, that instances see as the caller.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=20.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long a request waits for its answer.",
+    help="Time limit for the answer to a request.",
 )
 @pass_registry
 def serve(
     registry: Registry, targets: tuple[str, ...], address: _Address, identity: str | None, timeout: float
 ) -> None:
-    """Serve instances over HTTP: POST /NAME/HANDLER calls, GET /NAME/QUERY asks; JSON both ways. In a keyed class the
-    key stands between: /NAME/KEY/HANDLER.
+    """Serve instances over HTTP, with JSON requests and answers.
 
-    All instances of this home whose class is known, or those that are named. The header Idempotency-Key makes a call
-    happen once, however often it is sent; ?wait=0 answers at once, with the address of the result. /openapi.json
-    describes it all. Start it in the folder of the apps' modules.
+    POST /NAME/HANDLER calls a handler, GET /NAME/QUERY a query; a keyed class has the key in between:
+    /NAME/KEY/HANDLER. With the header Idempotency-Key, a call happens once, however often it is sent; ?wait=0 answers
+    at once, with the address of the result. /openapi.json describes the interface.
+
+    Without NAME, all instances of this home with a known class are served. Start the command in the folder of the apps'
+    modules.
     """
     try:
         import uvicorn
@@ -187,7 +187,7 @@ def serve(
 @_targets
 @pass_registry
 def openapi(registry: Registry, targets: tuple[str, ...]) -> None:
-    """Print the OpenAPI 3.1 description of what 'immortal serve' serves, for generators of clients."""
+    """Print the OpenAPI 3.1 description of 'immortal serve', for client generators."""
     try:
         from immortal.appsdk.integrations.asgi.gateway import openapi as described
     except ImportError as error:
@@ -213,11 +213,11 @@ def find_classes(registry: Registry, targets: tuple[str, ...]) -> dict[str, Defi
     if not targets:
         apps = {name: app for name in registry.names() if (app := registry.load(name).app) is not None}
         if not apps:
-            raise FailedError(f"no instance of {registry.home} has run yet: name them, as NAME=MODULE:CLASS")
+            raise FailedError(f"no instance of {registry.home} has run yet: give NAME=MODULE:CLASS")
     found = {}
     for name, module in apps.items():
         if module is None:
-            raise FailedError(f"the class of {name!r} is not known, as it has not run yet: {name}=MODULE:CLASS")
+            raise FailedError(f"{name!r} has not run yet, so its class is not known: give {name}=MODULE:CLASS")
         try:
             definition = definition_of(load(module))
             base, _, number = name.rpartition("-")

@@ -475,7 +475,7 @@ def test_register_with_two_ports(house: House) -> None:
     peer = ["--peer", "tcp://127.0.0.1:7001", "--app-port", "7002"]
     result = runner.invoke(main, [*base, "alice", *peer, "--app-send-port", "7003"])
     assert result.exit_code == 0, result.output
-    assert "app at 127.0.0.1:7002 (connects, too, at 127.0.0.1:7003)" in result.output
+    assert "app at 127.0.0.1:7002 (also connects at 127.0.0.1:7003)" in result.output
     assert "start it with: immortal coordinator alice" in result.output
     alice = house.settings("alice")
     assert (alice.app_port, alice.app_send_port, alice.app_send_mode) == (7002, 7003, CONNECT)
@@ -498,7 +498,7 @@ def test_run_is_for_apps_with_one_connection(house: House) -> None:
     house.register("alice", app_send_port=0)
     result = CliRunner().invoke(main, ["--home", str(house.home), "run", "alice", "wordcount:Counter"])
     assert result.exit_code == 1
-    assert "start 'immortal coordinator alice' and the app by itself" in result.output
+    assert "run 'immortal coordinator alice' and start the app yourself" in result.output
 
 
 def test_run_gives_the_app_an_address_that_each_machine_has(house: House) -> None:

@@ -340,7 +340,7 @@ def test_skip_of_a_stopped_instance(settings: InstanceSettings) -> None:
     said = immortal(settings, "skip", "counter", "1:0", "--reason", f"it hangs {BAD}").output
     assert said.splitlines() == [
         "counter: message 0 of record 1 is skipped",
-        "where the app had handled it, 'immortal verify counter' says what its replay now does otherwise",
+        "if the app had handled it, 'immortal verify counter' shows what the replay now does differently",
     ]
     immortal(settings, "skip", "counter", "2:1", "--reason", "as well")
     immortal(settings, "skip", "counter", "2:3", "--reason", "too")
@@ -367,9 +367,9 @@ def test_skip_of_a_stopped_instance(settings: InstanceSettings) -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ("0:0", "behind its checkpoint 1 there are records 1 to 2"),
-        ("3:0", "record 3 is none that 'counter' would handle again"),
-        ("1:4", "record 1 has no message 4: they are counted from 0"),
+        ("0:0", "after its checkpoint 1 there are records 1 to 2"),
+        ("3:0", "record 3 is not one that 'counter' would replay"),
+        ("1:4", "record 1 has no message 4: messages are counted from 0"),
     ],
 )
 def test_what_can_not_be_skipped(settings: InstanceSettings, message: str, said: str) -> None:
@@ -381,7 +381,7 @@ def test_what_can_not_be_skipped(settings: InstanceSettings, message: str, said:
 def test_the_initial_message_can_not_be_skipped(settings: InstanceSettings) -> None:
     commit(settings, Transaction(checkpoint=CheckpointHeader(2, -1, 0, crc64(b""), TIME_NS)))
     said = immortal(settings, "skip", "counter", "0:0", "--reason", "x", status=1).output
-    assert "is the initial message, without which there is no state" in said
+    assert "is the initial message, which makes the first state" in said
 
 
 def test_a_message_with_a_verdict_is_not_skipped(letters: InstanceSettings) -> None:
@@ -391,7 +391,7 @@ def test_a_message_with_a_verdict_is_not_skipped(letters: InstanceSettings) -> N
 
 @pytest.mark.parametrize("reason", ["", "  ", "x" * 5000])
 def test_a_reason_is_needed(settings: InstanceSettings, reason: str) -> None:
-    assert "characters: 1 to 4096" in immortal(settings, "skip", "counter", "1:0", "--reason", reason, status=2).output
+    assert "characters: expected 1 to 4096" in immortal(settings, "skip", "counter", "1:0", "--reason", reason, status=2).output
 
 
 def test_skip_of_a_running_instance(settings: InstanceSettings, asked: Asked) -> None:
@@ -412,7 +412,7 @@ def test_a_running_instance_refuses(settings: InstanceSettings, asked: Asked) ->
 
 def test_audit_stands_alone(settings: InstanceSettings) -> None:
     assert (
-        "--audit goes with no other"
+        "--audit can be combined with --json only"
         in immortal(settings, "log", "show", "counter", "--audit", "--limit", "3", status=2).output
     )
 

@@ -179,12 +179,12 @@ def test_a_damaged_record_that_recovery_needs(home: Path) -> None:
     assert first == (
         "counter can NOT recover: it would start from checkpoint 2 (after record 5) and stop at record 8 of 9"
     )
-    helps = result.output.index("'immortal recover counter --truncate-at 8' gives up record 8 and all behind it")
+    helps = result.output.index("'immortal recover counter --truncate-at 8' cuts off record 8 and all later ones")
     would = result.output[helps:].splitlines()[1:]  # what the cut says itself, before it asks
     assert would
     asked = recover(home, "--truncate-at", "8", answer="n\n").output.splitlines()
     assert [line.strip() for line in would] == [line.strip() for line in asked[: len(would)]]
-    assert asked[len(would)].startswith("Cut it off?")
+    assert asked[len(would)].startswith("Cut the log?")
     found = json.loads(recover(home, "--json").output)
     assert (found["can_recover"], found["first_damaged"], found["records"]) == (False, 8, 4)
     assert "--truncate-at 8" in found["remedy"]
@@ -212,7 +212,7 @@ def test_it_asks_before_it_cuts(home: Path) -> None:
     for answer in ("n\n", ""):
         result = recover(home, "--truncate-at", "8", answer=answer)
         assert result.exit_code == 1
-        assert "Cut it off?" in result.output
+        assert "Cut the log?" in result.output
         assert last_sequence_id(home) == 9
     result = recover(home, "--truncate-at", "8", answer="y\n")
     assert result.exit_code == 0
@@ -221,10 +221,10 @@ def test_it_asks_before_it_cuts(home: Path) -> None:
         "this cuts records 8 to 9 off the log of counter, 1 of them damaged or missing, and keeps them beside it"
     )
     assert lines[1] == (
-        "counter then recovers from checkpoint 2 (after record 5), 2 records behind it, to the state after record 7"
+        "counter then recovers from checkpoint 2 (after record 5), replays 2 records, and has the state after record 7"
     )
     assert lines[2:4] == [
-        "lost to it, for their senders count them as received:",
+        "lost messages, because their senders count them as received:",
         "  from reader: 20 messages, positions 81 to 100",
     ]
     assert f"kept in {log_of(home)}/cut-8-9-1" in lines[-1]
@@ -249,7 +249,7 @@ def test_a_sound_record_is_cut_only_with_its_reason(home: Path) -> None:
     assert "none of them is damaged" in result.output
     damage_record(home, 8)
     result = recover(home, "--truncate-at", "7", answer="n\n")
-    assert "the first damaged one is record 8: those before it could be kept" in result.output
+    assert "the first damaged record is 8: the records before it could be kept" in result.output
     result = recover(home, "--truncate-at", "4", "--yes")
     assert result.exit_code == 1
     assert result.output.startswith("error: checkpoint 2 (after record 5) is whole, so recovery does not need record 4")

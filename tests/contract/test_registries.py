@@ -440,7 +440,7 @@ def test_a_role_of_one_instance_reads_and_writes_no_other(
         log = shared.machine("a").load("shop").log
         assert log == logs["shop"].replace("owner@", "till@")
         assert log in said
-        assert "has its log as" in typed("till", "shop"), "again changes nothing"
+        assert "uses its log as" in typed("till", "shop"), "again changes nothing"
         store = open_log(log, "shop")
         store.commit(Transaction(epoch=1), 1)
         store.close()

@@ -98,7 +98,7 @@ def test_a_clean_stop_hands_over_to_who_follows_without_a_checkpoint(house: Hous
     before = house.status("counter")["checkpoint"]["id"]
     stopped = house.immortal("stop", "counter")
     assert stopped.returncode == 0, stopped
-    assert f"counter is stopped here, and goes on at {socket.gethostname()} (process " in stopped.stdout
+    assert f"counter is stopped here, and now runs on {socket.gethostname()} (process " in stopped.stdout
     assert first.process.wait(WAIT_S) == 0
     house.until(lambda: second.said("recovered"), "it goes on")
     all_is_counted(house)
@@ -129,7 +129,7 @@ def test_an_instance_migrates_there_and_back_under_load(house: House) -> None:
     assert f"'nowhere' does not follow its log; who does: {standby['name']}" in nobody.stderr
     there = house.immortal("migrate", "counter", "--to", socket.gethostname())
     assert there.returncode == 0, there
-    assert f"counter: {standby['name']} has it now, at {elsewhere.registry.load('counter').peer}" in there.stdout
+    assert f"counter now runs on {standby['name']}, at {elsewhere.registry.load('counter').peer}" in there.stdout
     house.until(lambda: second.said("recovered"), "it works there")
     assert first.said("handed over")
     house.until(lambda: first.said("another process writes its log by now; it follows from now on"), "so it is said")
@@ -212,7 +212,7 @@ def test_a_standby_with_the_next_version_follows_and_is_upgraded_as_it_takes_ove
     house.until(lambda: house.call("feeder", "totals")[:2] == [CALLS, CALLS], "all calls are answered")
     assert house.call("feeder", "totals")[2] == 0
     assert elsewhere.call("counter", "totals") == [CALLS, 0]
-    assert "version 2; no upgrade is asked for" in elsewhere.immortal("upgrade", "counter").stdout
+    assert "version 2; no upgrade is requested" in elsewhere.immortal("upgrade", "counter").stdout
     with open_reader(house.registry.load("counter").log) as reader:
         assert [start.version for start in reader.summary().versions] == [1, 2]
     assert second.stop() == 0

@@ -190,7 +190,7 @@ def test_each_command_works_or_says_which_machine_has_the_instance(machines: lis
         assert re.search(r"does not run (here|on this machine)[;,].* \S+ \(process [0-9]+\) has it|had it last", said)
         assert said.count("\n") == 1, said
     c.immortal("upgrade", "counter", "--to", "2")
-    assert "the upgrade to version 2 is forgotten" in b.immortal("upgrade", "counter", "--cancel")
+    assert "the upgrade to version 2 is cancelled" in b.immortal("upgrade", "counter", "--cancel")
     c.immortal("doctor")
     assert "a project has a registry of its own" in c.immortal("up", status=1)
     text = c.immortal("registry", "show", "counter")

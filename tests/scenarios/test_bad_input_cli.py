@@ -159,7 +159,7 @@ def test_wrong_usage(home: Path, arguments: tuple[str, ...], said: str) -> None:
 def test_run_without_an_app(home: Path) -> None:
     register(home)
     assert error_of(home, "run", "counter") == (
-        "'counter' has not been run yet: say what its app is ('immortal run counter MODULE:CLASS')"
+        "'counter' has not been run yet: give its app ('immortal run counter MODULE:CLASS')"
     )
 
 
@@ -173,7 +173,7 @@ def test_the_log_of_one_that_never_ran(home: Path, command: str) -> None:
 
 def test_log_show_backwards(home: Path) -> None:
     register(home)
-    assert "--from 5 is behind --to 3" in usage_error_of(home, "log", "show", "counter", "--from", "5", "--to", "3")
+    assert "--from 5 is after --to 3" in usage_error_of(home, "log", "show", "counter", "--from", "5", "--to", "3")
 
 
 def test_what_runs_is_neither_run_again_nor_unregistered(home: Path) -> None:

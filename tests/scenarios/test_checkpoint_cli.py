@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_by_hand(start: Start, tmp_path: Path) -> None:
     run = start()
     said = immortal(tmp_path, "checkpoint", "counter")
-    assert said.startswith("counter: checkpoint 2 taken, behind record "), said
+    assert said.startswith("counter: checkpoint 2 taken, after record "), said
     assert json.loads(immortal(tmp_path, "checkpoint", "counter", "--json"))["id"] == 3
     assert run.stop() == 0
     assert "the coordinator of 'counter' does not run" in immortal(tmp_path, "checkpoint", "counter", status=1)

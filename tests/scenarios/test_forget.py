@@ -178,7 +178,7 @@ def test_nothing_tells_the_address_any_more(tmp_path: Path) -> None:
         immortal(tmp_path, "verify", "shop")  # from the forgetting on
         told = immortal(tmp_path, "verify", "shop", "--all", status=3)
         assert "note: 'ann' was forgotten on 20" in told
-        assert "NOT the same, only where handlers ask for data of forgotten persons" in told
+        assert "NOT the same, but only where handlers ask for data of forgotten persons" in told
         assert "state: the same" in told
         assert "DIVERGED" not in told
         told = immortal(tmp_path, "verify", "mailer", "--all", status=3)

@@ -62,7 +62,7 @@ def test_the_past_outlives_its_file(tally: tuple[Path, str]) -> None:
     (folder / f"{name}.py").unlink()
     said = immortal(folder, "replay", "tally", "--state")
     assert '"total": 6\n' in said
-    assert "note: by the code that made it, kept with the log (digest " in said
+    assert "note: replays the code that made it, kept with the log (digest " in said
 
 
 def test_what_if_compares_with_the_code_that_made_the_log(tally: tuple[Path, str]) -> None:

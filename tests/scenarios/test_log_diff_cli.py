@@ -170,5 +170,5 @@ def test_instances_by_name_and_wrong_names(home: Path, tmp_path: Path) -> None:
     assert diff(home, "counter", "idle").stderr.startswith("error: 'idle' has not been started yet")
     assert diff(home, "counter", "idel").stderr.startswith("error: there is no instance 'idel': did you mean 'idle'?")
     assert diff(home, "counter", home).stderr == (
-        f"error: there is no log in {home}: an instance, or a log's folder, was expected\n"
+        f"error: there is no log in {home}: expected an instance or the folder of a log\n"
     )

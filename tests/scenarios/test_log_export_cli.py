@@ -19,7 +19,7 @@ def test_a_log_in_one_file(tmp_path: Path) -> None:
     for _ in range(3):
         bank.impulse("credit", "ann", 5)
     said = immortal(tmp_path, "log", "export", "bank", "early.log")
-    assert "behind record -1 it has calls to compare, and no state: 'immortal checkpoint bank' before" in said
+    assert "after record -1 it has calls to compare, but no state: run 'immortal checkpoint bank'" in said
     bank.checkpoint()
     bank.close()
     said = immortal(tmp_path, "log", "export", "bank", "bank.log")

@@ -138,11 +138,11 @@ def test_a_wiped_peer_is_an_error_on_both_sides_and_a_reset_lets_traffic_go_on(p
     said = immortal(pair.folder, "peers", "reset", "alice", "bob", given="n\n", status=1)
     assert "the first 3 calls, which bob acknowledged, are not sent again" in said
     assert "what is not acknowledged (1 of 4) is sent to the log that bob has then" in said
-    assert "Begin anew with bob? [y/N]" in said
+    assert "Reset the streams with bob? [y/N]" in said
     assert not pair.shown("alice")["bob"]["reset_pending"]
 
     said = immortal(pair.folder, "peers", "reset", "alice", "bob", "--yes")
-    assert "reset: alice takes the log that bob has when they next meet" in said
+    assert "reset: alice accepts the log that bob has at their next connection" in said
     pair.told("bob", 4)
     pair.told("alice", 11, 12, 21, 22)
     pair.forward("alice", 5, 6)
@@ -324,7 +324,7 @@ def test_a_copy_that_only_greeted_is_undone_by_one_command_without_loss(modern_p
         pair.start("bob")
         pair.processes["bob"].line("stream stopped: 'alice' refuses this instance's messages: a frame of epoch")
     said = immortal(pair.folder, "peers", "reclaim", "bob")
-    assert said == "reclaimed: the log of bob counts, its streams with alice go on\n"
+    assert said == "reclaimed: the log of bob is valid, and its streams with alice continue\n"
     if not running:
         pair.start("bob")
     all_flows(pair, [11, 12, 13], [1, 2, 3, 4, 5, 6])
@@ -347,8 +347,8 @@ def test_a_copy_that_was_heard_is_undone_once_the_loss_is_accepted(modern_pair: 
         pair.forward("bob", 13)  # it is alice's third call of bob, where she has the copy's
         assert "has begun twice" in pair.processes["bob"].line("stream stopped: 'alice' refuses this instance's")
     said = immortal(pair.folder, "peers", "reclaim", "bob", status=1)
-    assert "nothing was done: with --accept-loss 'bob' goes on, and" in said
-    assert "alice: has executed 2 calls of which the log of bob knows nothing" in said
+    assert "nothing was done: with --accept-loss 'bob' continues, and" in said
+    assert "alice: has executed 2 calls that the log of bob does not have as received" in said
     assert "alice: 1 of its calls went to the copy, and are lost to bob" in said
     answer = json.loads(immortal(pair.folder, "peers", "reclaim", "bob", "--accept-loss", "--json"))
     assert answer["peers"] == {"alice": {"unknown_at_peer": 2, "lost_of_peer": 1}}
@@ -362,7 +362,7 @@ def test_what_a_copy_did_at_a_peer_that_cannot_be_asked_is_not_known(pair: Pair)
     pair.stop("alice")
     shutil.rmtree(pair.log("alice"))
     said = immortal(pair.folder, "peers", "reclaim", "bob", status=1)
-    assert "alice: what the copy did there is not known" in said
+    assert "alice: the losses are not known" in said
     assert not pair.shown("bob")["alice"]["reset_pending"]
 
 
@@ -370,9 +370,9 @@ def test_wrong_calls_are_one_line_each(tmp_path: Path) -> None:
     immortal(tmp_path, "register", "alice", "--peer", "tcp://127.0.0.1:*")
     assert immortal(tmp_path, "peers", "show", "alice") == "alice has no peers yet\n"
     said = immortal(tmp_path, "peers", "reset", "alice", "bob", "--yes", status=1)
-    assert said == "error: 'alice' has heard nothing of 'bob' yet: there is nothing to reset\n"
+    assert said == "error: 'alice' has had no contact with 'bob' yet: there is nothing to reset\n"
     said = immortal(tmp_path, "peers", "reclaim", "alice", status=1)
-    assert said == "error: 'alice' has heard nothing of any peer yet: there is nothing to reclaim\n"
-    assert "'alice' is no peer of itself" in immortal(tmp_path, "peers", "reset", "alice", "alice", status=2)
+    assert said == "error: 'alice' has had no contact with any peer yet: there is nothing to reclaim\n"
+    assert "'alice' is not a peer of itself" in immortal(tmp_path, "peers", "reset", "alice", "alice", status=2)
     assert "there is no instance 'carol'" in immortal(tmp_path, "peers", "show", "carol", status=1)
     assert "there is no command 'shoe': did you mean 'show'?" in immortal(tmp_path, "peers", "shoe", status=2)

@@ -232,7 +232,7 @@ def test_what_cannot_be_done_is_one_line(home: Home, arguments: list[str], said:
         (["--to", "soon"], "'soon': a record's number, or a time such as"),
         (["--to", "3:"], "12 or 12:3"),
         (["--break"], "--break needs --to SEQ[:MESSAGE]"),
-        (["--break", "--to", "3", "--app", "-"], "--app - can't be given with it"),
+        (["--break", "--to", "3", "--app", "-"], "can't be combined with --app -"),
         (["--app", "nocolon"], 'expected "module:Class"'),
     ],
 )

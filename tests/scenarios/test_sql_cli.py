@@ -113,7 +113,7 @@ def test_wrong_queries_are_said(folder: Path) -> None:
     assert "syntax error" in immortal(folder, "sql", "selec", status=1)
     assert "there are messages" in immortal(folder, "sql", "select * from nowhere", status=1)
     assert "words" in immortal(folder, "sql", "select * from counter.word", status=1)
-    assert "gives no rows" in immortal(folder, "sql", "create table a (b integer)", status=1)
+    assert "returns no rows" in immortal(folder, "sql", "create table a (b integer)", status=1)
     assert "single statement" in immortal(folder, "sql", "select 1; select 2", status=1)
     assert "one of --csv" in immortal(folder, "sql", "select 1", "--csv", "--json", status=2)
     assert "each log's own" in immortal(folder, "sql", "select 1", "--at", "3", status=2)

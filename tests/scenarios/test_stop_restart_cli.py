@@ -56,7 +56,7 @@ def test_a_stop_is_clean_and_stays_one(folder: Path, start: Start) -> None:
     run = start("old:Counter", "--restart")
     run.line("old: {'The': 1")
     told = immortal(folder, "stop", "counter")
-    assert re.fullmatch(r"counter is stopped, with checkpoint \d+ behind record \d+\n", told), told
+    assert re.fullmatch(r"counter is stopped, with checkpoint \d+ after record \d+\n", told), told
     assert run.ended() == 0
     assert run.count("started  coordinator_pid") == 1
     assert status(folder)["phase"] == "stopped"
@@ -110,7 +110,7 @@ def test_a_restart_with_broken_code_ends_and_says_so(folder: Path, start: Start)
     run.line("old: {'The': 1")
     (folder / "old.py").write_text("1 / 0\n")
     *waits, said = immortal(folder, "restart", "counter", status=1).splitlines()
-    assert said == "error: counter was stopped, and has not come up again; the lines of 'immortal run' say why"
+    assert said == "error: counter stopped and did not start again: see the output of its 'immortal run'"
     assert all(line.startswith("counter: waits for ") for line in waits), waits  # on a busy machine
     assert run.ended() == 1
     assert run.count("ZeroDivisionError") == 1
@@ -124,7 +124,7 @@ def test_what_a_stop_waits_for_is_said(folder: Path, start: Start) -> None:
     waits = "waits for its app, in the phase 'taking a checkpoint'"
     assert told == (
         f"counter: {waits}\n"
-        f"error: counter is not stopped within 3 s, and goes on with it: it {waits} ('immortal status counter')\n"
+        f"error: counter is not stopped within 3 s, but still tries: it {waits} ('immortal status counter')\n"
     )
     os.kill(app_pid(run), signal.SIGCONT)
     assert run.ended() == 0

@@ -94,7 +94,7 @@ def test_one_that_fails_is_said(folder: Path) -> None:
     said = immortal(folder, "up", status=1)
     assert "till failed: status 70" in said
     assert "shop ready" in said
-    assert "'immortal logs till' says why" in said
+    assert "see 'immortal logs till'" in said
     assert services(folder)["till"]["state"] == "failed: status 70"
     assert "failed: status 70" in immortal(folder, "status", "till")
     assert "RuntimeError: no till" in _logs(folder, "till")
@@ -165,7 +165,7 @@ def test_it_says_who_runs_it(folder: Path) -> None:
     dev = Development(folder)
     try:
         dev.ready("till", "shop")
-        assert "the project runs by 'immortal dev'" in immortal(folder, "up", status=1)
+        assert "the project runs already, by 'immortal dev'" in immortal(folder, "up", status=1)
         assert "shop is stopped, with checkpoint" in immortal(folder, "down")
         assert dev.process.wait(20) == 0
     finally:

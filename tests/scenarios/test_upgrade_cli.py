@@ -136,9 +136,9 @@ def test_an_upgrade_and_the_way_back(folder: Path, start: Start) -> None:
     assert second.line("new:") == "new: 4 {'the': 2, 'end': 1, 'and': 1}"
     assert "from_version=1 to_version=2 after_record=" in second.line("upgraded")
     assert second.stop() == 0
-    assert immortal(folder, "upgrade", "counter") == "counter: version 2; no upgrade is asked for\n"
+    assert immortal(folder, "upgrade", "counter") == "counter: version 2; no upgrade is requested\n"
     assert 'app = "new:Counter"' in (folder / "home" / "counter.toml").read_text()
-    assert "is of version 2 already" in immortal(folder, "upgrade", "counter", "--to", "2", status=1)
+    assert "has version 2 already" in immortal(folder, "upgrade", "counter", "--to", "2", status=1)
 
     third = start()  # the new version goes on from its own state
     assert third.line("new:") == "new: 5 {'the': 2, 'end': 1, 'and': 2}"
@@ -169,8 +169,8 @@ def test_an_upgrade_that_raises_leaves_the_old_version_running(folder: Path, sta
     again = start()  # it is not tried again by itself
     assert again.line("old:")
     assert again.stop() == 0
-    assert "is forgotten" in immortal(folder, "upgrade", "counter", "--cancel")
-    assert immortal(folder, "upgrade", "counter") == "counter: version 1; no upgrade is asked for\n"
+    assert "is cancelled" in immortal(folder, "upgrade", "counter", "--cancel")
+    assert immortal(folder, "upgrade", "counter") == "counter: version 1; no upgrade is requested\n"
 
 
 def test_an_app_of_another_version_than_asked_for_leaves_the_old_one_running(folder: Path, start: Start) -> None:
@@ -200,10 +200,10 @@ def test_an_upgrade_that_is_killed_is_tried_again(folder: Path, start: Start) ->
 def test_what_can_be_asked_for_wrongly(folder: Path, start: Start) -> None:
     assert "has not been started yet" in immortal(folder, "upgrade", "counter", "--to", "2", status=1)
     assert "--to VERSION is missing" in immortal(folder, "upgrade", "counter", "new:Counter", status=2)
-    assert "--cancel goes with no other option" in immortal(
+    assert "--cancel can't be combined with" in immortal(
         folder, "upgrade", "counter", "--cancel", "--to", "2", status=2
     )
-    assert immortal(folder, "upgrade", "counter", "--cancel") == "counter: no upgrade is asked for\n"
+    assert immortal(folder, "upgrade", "counter", "--cancel") == "counter: no upgrade is requested\n"
     lived(start)
     (folder / "home" / "counter" / "upgrade.json").write_text("{")
     assert "upgrade.json can't be read" in immortal(folder, "upgrade", "counter", status=1)

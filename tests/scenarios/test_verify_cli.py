@@ -476,7 +476,7 @@ def test_a_damaged_checkpoint_is_passed_over(home: Home) -> None:
     ("arguments", "status", "said"),
     [
         (["--checkpoint", "9"], 1, "there is no checkpoint 9 to begin at: the log holds 1, 2"),
-        (["--checkpoint", "1", "--all"], 2, "give one of the two"),
+        (["--checkpoint", "1", "--all"], 2, "give one of --checkpoint and --all"),
         (["--peer-log", "nobody"], 1, "'nobody' is neither a registered instance with a log nor the folder of one"),
         (["--peer-log", "app"], 2, "this is the log of 'app' itself"),
         (["--app", "nowhere:Sound"], 1, "there is no module 'nowhere'"),

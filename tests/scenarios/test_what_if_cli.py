@@ -363,7 +363,7 @@ def test_old_code_that_is_not_what_made_the_log(log: Log) -> None:
     lower = log.variant(("line.split()", "line.lower().split()"))
     out, error = log.what_if("--app", f"{log.talk}:Counter", "--old-app", f"{lower}:Counter", status=1)
     assert out == ""
-    assert error.startswith(f"error: {lower}:Counter does not make again what the log of 'counter' says was made")
+    assert error.startswith(f"error: {lower}:Counter does not repeat what the log of 'counter' has")
     assert error.count("\n") == 1
 
 

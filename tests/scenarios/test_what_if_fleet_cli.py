@@ -229,13 +229,13 @@ def test_at_a_terminal_results_of_effects_are_asked_for(folder: Path) -> None:
                 terminal.see(f"shop: price({count}): its result as JSON, or fail, or skip: ")
                 terminal.type(f"{answer}\n")
                 if number < len(answers) - 1:
-                    terminal.see("is no result: ")
+                    terminal.see("is not a result: ")
         assert terminal.ended() == 3
     finally:
         terminal.close()
     assert "sold['tea']: was 15; would be 29" in terminal.screen
     assert "price(count=1): returned 20" in terminal.screen
-    assert "price(count=2): raised RuntimeError: failed, as was asked for" in terminal.screen
+    assert "price(count=2): raised RuntimeError: failed, as you answered" in terminal.screen
     assert "price(count=3): has no result: its handler waits" in terminal.screen
     assert "in 0 of 2 orders" in terminal.screen  # which ask no more
 
@@ -362,7 +362,7 @@ def test_a_page_shows_all_of_it_and_needs_nothing_from_elsewhere(folder: Path) -
     said = what_if(folder, *told, "--html", "mine.html", status=1)
     assert "mine.html exists and was not written by immortal: give another name, or remove it first" in said
     said = what_if(folder, *told, "--html", "page.html", "--bisect", "a..b", status=2)
-    assert "--html, --parquet and --effects ask are for one" in said
+    assert "can't be combined with --html, --parquet or --effects ask" in said
 
 
 @pytest.mark.parametrize(
@@ -501,7 +501,7 @@ def test_bisect_goes_on_behind_code_that_ends_its_process(folder: Path) -> None:
     found = values(folder, *told, "--bisect", f"{made[0]}..{made[3]}")
     assert found["first"]["id"] == made[3]
     assert {one["problem"] for one in found["tried"] if one["id"] == made[1]} == {
-        "its process ended with status 0, and said nothing"
+        "its process ended with status 0, and printed nothing"
     }
 
 

@@ -121,7 +121,7 @@ MEMORY = "--memory-limit", "100"
 ENDS = {
     "hang": "does not end",
     "end": "ends its process (status 7)",
-    "grow": "needs more memory than --memory-limit gives it",
+    "grow": "needs more memory than --memory-limit allows",
 }
 WOULD_BE = "was Till.sell(5); would be Till.sell(10)"
 TWICE = f'{WOULD_BE}", "count"'  # a difference: the consequences have such texts, too

@@ -214,7 +214,7 @@ def test_a_log_that_was_there_gets_a_key_at_the_next_start(tmp_path: Path) -> No
     home.start()
     assert "the log of alice is not authenticated\n" in home.run("log", "key", NAME).stdout
     home.edit("peer =", 'log_key = "file"\npeer =')
-    assert "the next start gives it a key" in home.run("log", "key", NAME).stdout
+    assert "the next start makes a key" in home.run("log", "key", NAME).stdout
     home.start()
     store = own_logs.open_log(home.settings)
     put_record(store, 120)

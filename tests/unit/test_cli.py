@@ -188,7 +188,7 @@ def live(logged: Registry) -> Any:
 def test_status_of_a_live_one(logged: Registry, live: list[bytes]) -> None:
     assert json.loads(run(logged.home, "status", "--json").output)[0].items() >= LIVE.items()
     output = run(logged.home, "status").output
-    for part in ("running (the app has taken nothing for 12 s)", "41", "2 after record 7, 2.0 KiB, 2 min ago"):
+    for part in ("running (the app has read nothing for 12 s)", "41", "2 after record 7, 2.0 KiB, 2 min ago"):
         assert part in output
     assert "printer 4 of 9, 10 B waiting" in output
     assert "counter to printer: no [bold] printer" in output

@@ -451,7 +451,7 @@ def test_a_bundle_for_a_bug_report(registry: Registry, tmp_path: Path) -> None:
     assert json.loads(files["report/findings.json"])
     assert bundle.stat().st_mode & 0o077 == 0
 
-    for options, error in ((), "which exists"), (("--json",), "--json too"):
+    for options, error in ((), "the file exists"), (("--json",), "combined with --json"):
         status, said = run(*options)
         assert status == 2
         assert error in said

@@ -49,10 +49,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_move_that_outlasts_the_limit_goes_on(home: Path) -> None:
     result = CliRunner().invoke(main, ["--home", str(home), "migrate", "shop"])
     assert result.exit_code == 1
-    assert "the move goes on" in result.output
+    assert "the move continues" in result.output
     assert "--wait waits longer" in result.output
 
 
 def test_with_wait_its_end_is_waited_for(home: Path) -> None:
     result = CliRunner().invoke(main, ["--home", str(home), "migrate", "shop", "--wait"])
-    assert (result.exit_code, result.output) == (0, f"shop: {HEIR} has it now, at tcp://two:7000\n")
+    assert (result.exit_code, result.output) == (0, f"shop now runs on {HEIR}, at tcp://two:7000\n")

@@ -241,14 +241,14 @@ def test_an_upgrade_is_written_into_the_project(tmp_path: Path, monkeypatch: pyt
 
     assert upgrade("till", "shop2:Till") == (
         "till: version 1 becomes version 2 at the next start, with shop2:Till\n"
-        "till: immortal.toml names shop2:Till now, and not shop:Till\n"
+        "till: immortal.toml now names shop2:Till instead of shop:Till\n"
         "start it with: immortal up\n"
     )
     assert (tmp_path / "immortal.toml").read_text() == written.replace('"shop:Till"', '"shop2:Till"')
     upgrade("till", "--cancel")
     assert (tmp_path / "immortal.toml").read_text() == written
     said = upgrade("till", "shop2:Till", "--to", "3", status=1)
-    assert "shop2:Till has the versions 2, 1, expected 1, as the log has, and 3" in said
+    assert "shop2:Till has the versions 2, 1, expected 1 (the log's) and 3" in said
     assert "'shop2' has no service 'Tell'; there are: Till" in upgrade("till", "shop2:Tell", status=1)
     said = upgrade("s-1", "shop2:Till", status=1)
     assert 'line 4: 2 instances run shop:Shop; write app = "shop2:Till" there, then' in said

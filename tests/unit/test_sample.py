@@ -274,8 +274,8 @@ def test_the_command_says_what_it_made_and_fails_where_a_text_is_left(
     verified = CliRunner().invoke(main, ["--home", golden, "verify", "shop"])
     assert verified.exit_code == 0, verified.output
     for wrong, why in (
-        (["--share", "0%"], "a part of a hundred was expected"),
-        (["--key", "customer"], "give both"),
+        (["--share", "0%"], "a percentage was expected"),
+        (["--key", "customer"], "--key needs --share"),
         (["--keep", "function"], "as module:function"),
     ):
         refused = CliRunner().invoke(main, ["--home", "h", "sample", str(tmp_path / "new"), *wrong])
