@@ -159,7 +159,7 @@ def copy(registry: Registry, url: str) -> None:
 @registry.command()
 @click.argument("role")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
-@click.option("--at", "url", metavar="URL", help="Database to connect to, as its owner.  [default: the registry's]")
+@click.option("--at", "url", metavar="URL", help="Database, as its owner.  [default: the registry's or log's]")
 @click.option("--remove", is_flag=True, help="Revoke the role's access to NAME.")
 @pass_registry
 def role(registry: Registry, role: str, names: Sequence[str], url: str | None, remove: bool) -> None:
