@@ -245,7 +245,7 @@ def _background(project: Project) -> RunLockHolder | None:
 
     found = holder(project.home)
     if found is not None and found.what != COMMAND:
-        raise FailedError(f"the project runs already, by '{found.what}', process {found.pid}: press Ctrl-C there")
+        raise FailedError(f"the project runs already, by '{found.what}', process {found.pid}: Ctrl-C there stops it")
     return found
 
 
