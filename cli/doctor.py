@@ -46,7 +46,7 @@ def doctor(registry: Registry, name: str | None, as_json: bool, bundle: Path | N
     With NAME, check that instance: what the crash of one machine would lose, given the place of its log, and problems
     of its files and disk. Nothing is changed; sync times are measured in a separate file, for a second on each disk.
 
-    Exit status: 0 if there is no problem (a note is not one), 1 if there is.
+    Exit status: 0 without a problem (a note does not count), 1 with one.
     """
     if bundle is not None:
         if as_json or bundle.exists():

@@ -44,7 +44,7 @@ _WORKS = ("normal", "taking a checkpoint")
 def stop(registry: Registry, name: str, timeout_s: float) -> None:
     """Stop an instance cleanly and wait until it has ended.
 
-    The instance takes a checkpoint first. If another process follows its log, that process takes over at once instead.
+    The instance takes a last checkpoint. If another process follows its log, that process takes over at once instead.
 
     Exit status: 0 if the instance is stopped, also if it did not run; 1 if not.
     """
@@ -74,7 +74,7 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
 @timeout_option(STOP_TIMEOUT_S)
 @pass_registry
 def restart(registry: Registry, name: str, timeout_s: float) -> None:
-    """Restart an instance cleanly, with its present code, and wait until it works.
+    """Restart an instance cleanly with its present code, and wait until it works.
 
     The instance must run under 'immortal run', which starts it again. A requested upgrade is done at the same time.
     """
@@ -260,11 +260,11 @@ POLL_S = 0.02
 @json_option
 @pass_registry
 def migrate(registry: Registry, name: str, to: str, wait: bool, as_json: bool) -> None:
-    """Move an instance to another machine that follows its log, and wait until it works there.
+    """Move an instance to another machine that follows its log.
 
-    The log must be in PostgreSQL. The process that ran the instance exits with status 4; with 'immortal run --restart'
-    it follows the log from then on. HOST is a host name, or a standby as 'immortal status' shows it:
-    "HOST (process PID)".
+    The command waits until the instance works there. The log must be in PostgreSQL. The process that ran the instance
+    exits with status 4; with 'immortal run --restart' it follows the log from then on. HOST is a host name, or a
+    standby as 'immortal status' shows it: "HOST (process PID)".
     """
     settings = registry.load(name)
     place = place_of(settings.log)

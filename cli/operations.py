@@ -31,7 +31,7 @@ CHECKPOINT_TIMEOUT_S = 60.0
 @json_option
 @pass_registry
 def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -> None:
-    """Take a checkpoint of a running instance now, and wait until it is durable."""
+    """Take a checkpoint of a running instance, and wait until it is durable."""
     taken = take_checkpoint(registry.load(name), timeout_s)
     if as_json:
         echo_json(taken)
@@ -81,7 +81,7 @@ def _failures(status: dict[str, Any]) -> int:
 @click.option("--cancel", is_flag=True, help="Cancel a requested or failed upgrade.")
 @pass_registry
 def upgrade(registry: Registry, name: str, app: str | None, to: int | None, cancel: bool) -> None:
-    """Upgrade an instance's state and code to another version at its next start.
+    """Upgrade an instance to another version at its next start.
 
     MODULE:CLASS is the class that has both versions, by default the registered one; in a project, it is written into
     immortal.toml. A lower version is a downgrade. Without --to, the command shows the requested upgrade and the result
@@ -162,7 +162,7 @@ Values = dict[str, Any]
 @json_option
 @pass_registry
 def pause(registry: Registry, name: str, as_json: bool) -> None:
-    """Pause a running instance: new input is logged, and waits until it is resumed.
+    """Pause a running instance: new input is logged and waits.
 
     The app finishes the input that it has already. A restart ends the pause.
     """
@@ -178,7 +178,7 @@ def pause(registry: Registry, name: str, as_json: bool) -> None:
 @json_option
 @pass_registry
 def resume(registry: Registry, name: str, as_json: bool) -> None:
-    """Resume a paused instance: it handles the input that has waited in its log."""
+    """Resume a paused instance: it handles the input that has waited."""
     answer = _ask(registry, name, "resume")
     if as_json:
         echo_json({"name": name, "changed": answer["changed"], "was_paused": answer["paused"]})

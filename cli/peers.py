@@ -43,9 +43,9 @@ def peers() -> None:
 @json_option
 @pass_registry
 def show(registry: Registry, name: str, as_json: bool) -> None:
-    """Show the peers of NAME: endpoint and its source, stream positions, last error.
+    """Show the peers of NAME: endpoints, stream positions, last errors.
 
-    Positions count messages in NAME's own log. For a stopped instance, they are read from its log.
+    All positions are those in NAME's own log. If NAME is stopped, they are read from its log.
     """
     settings = registry.load(name)
     found = _peers_of(settings, registry)
@@ -68,7 +68,7 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
 @json_option
 @pass_registry
 def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) -> None:
-    """Restart the streams with PEER, whose log was wiped or replaced by an older copy.
+    """Restart the streams with PEER after its log was wiped or replaced.
 
     If there is a full copy of PEER's log, restore that instead: then nothing is lost. NAME may be running or stopped.
     If PEER now has an older copy of its log, run 'immortal peers reset PEER NAME' too.

@@ -109,7 +109,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @debugpy_option("Port for debugpy clients: PORT for the first service, PORT + 1 for the second, and so on.")
 @click.pass_context
 def dev(ctx: click.Context, path: Path | None, no_watch: bool, debugpy: int | None) -> None:
-    """Run all services of a project here, and reload their code when it is saved.
+    """Run all services of a project here, and reload code when it is saved.
 
     PATH is an immortal.toml, its folder, or one Python file: then all services in the file run, each as an instance
     named after its class in small letters. The default is the immortal.toml in this folder or a parent.
@@ -158,9 +158,9 @@ RUNS_ALREADY = "runs already"
 @click.option("--keep", is_flag=True, hidden=True, help="Be the process in the background.")
 @click.pass_context
 def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, keep: bool) -> None:
-    """Start all services of a project in the background, and wait until they are ready.
+    """Start a project's services in the background, and wait until they are ready.
 
-    PATH is as for 'immortal dev'. Running services are left alone; stopped or failed ones are started, and services
+    See 'immortal dev' for PATH. Running services are left alone; stopped or failed ones are started, and services
     that have changed in immortal.toml are restarted. See also 'immortal ps', 'immortal logs' and 'immortal down'.
 
     If a service's class and log differ in version, that is printed first. If the class can upgrade that version
@@ -245,7 +245,7 @@ def _background(project: Project) -> RunLockHolder | None:
 
     found = holder(project.home)
     if found is not None and found.what != COMMAND:
-        raise FailedError(f"the project runs already, by '{found.what}', process {found.pid}: press Ctrl-C there")
+        raise FailedError(f"the project runs already, by '{found.what}', process {found.pid}: Ctrl-C there stops it")
     return found
 
 
@@ -296,7 +296,7 @@ def _elsewhere(registry: Registry, name: str) -> str:
 @timeout_option(TIMEOUT_S)
 @click.pass_context
 def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
-    """Stop all services of a project cleanly, each with a checkpoint, and wait.
+    """Stop a project's services cleanly, each with a checkpoint, and wait.
 
     The command stops services that run under 'immortal up', 'immortal dev' or 'immortal run'.
 
@@ -347,9 +347,9 @@ def _end(found: RunLockHolder, timeout_s: float) -> None:
 @click.option("--user", "for_user", is_flag=True, help="Make units for your user's systemd, not the system's.")
 @click.pass_context
 def systemd(ctx: click.Context, path: Path | None, output: Path | None, for_user: bool) -> None:
-    """Print systemd units for a project: a service for each instance, and a target.
+    """Print systemd units for a project: a service per instance, and a target.
 
-    Services that are not registered yet are registered. Existing files are overwritten.
+    Instances that are not registered yet are registered. Existing files are overwritten.
     """
     from immortal.coordinator.project.code_change import version_gap
     from immortal.coordinator.project.fleet import register, units

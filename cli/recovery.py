@@ -274,7 +274,7 @@ def _named(name: str, source: str) -> str:
 @click.option("--handled", is_flag=True, help="NAME is stopped, and has handled the message: see above.")
 @pass_registry
 def skip(registry: Registry, name: str, message: tuple[int, int], reason: str, handled: bool) -> None:
-    """Skip one message of NAME's log: its call fails, and it does not change the state.
+    """Skip one message of NAME's log: its call fails and changes nothing.
 
     SEQ:INDEX is the record and the message's index in it, from 0 ('immortal log show NAME'). The message must be after
     the last checkpoint: earlier ones are in the state already. If the message is an answer, or the result of an effect,

@@ -102,7 +102,7 @@ def registry() -> None:
 @json_option
 @pass_registry
 def show(registry: Registry, name: str, as_json: bool) -> None:
-    """Print an instance's shared settings, and the machines that have keys for it."""
+    """Print an instance's shared settings, and the machines that have its keys."""
     registry.load(name)
     text = registry.path(name).read_text("utf-8")
     machines = [] if registry.copy is None else _shared(registry).machines(name)
@@ -159,7 +159,7 @@ def copy(registry: Registry, url: str) -> None:
 @registry.command()
 @click.argument("role")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
-@click.option("--at", "url", metavar="URL", help="Database to connect to, as its owner.  [default: the registry's]")
+@click.option("--at", "url", metavar="URL", help="Database, as its owner.  [default: the registry's or log's]")
 @click.option("--remove", is_flag=True, help="Revoke the role's access to NAME.")
 @pass_registry
 def role(registry: Registry, role: str, names: Sequence[str], url: str | None, remove: bool) -> None:
@@ -182,7 +182,7 @@ def role(registry: Registry, role: str, names: Sequence[str], url: str | None, r
 def _shared(registry: Registry) -> Copy:
     if registry.copy is None:
         raise RegistryError(
-            f"{registry.home} is the registry of this machine alone: this command needs one in a database"
+            f"{registry.home} is a registry of this machine only: this command needs one in a database"
             " (IMMORTAL_HOME=postgresql://...)"
         )
     return registry.copy

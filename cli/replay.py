@@ -254,7 +254,7 @@ def why(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Explain a value of NAME: which message and line set it, and what sent that message.
+    """Explain a value of NAME: which message and line set it.
 
     PATH is a value of the state: 'total', 'sold["tea"]', 'orders[7].price'. The search goes back from service to
     service to an input from outside: a request, an impulse, a timer, the result of an effect. Below that, it lists what

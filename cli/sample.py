@@ -80,9 +80,9 @@ def sample(
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
-    """Make a small fleet for tests in FOLDER from a part of the recorded inputs.
+    """Make a small fleet for tests in FOLDER from recorded inputs.
 
-    The services' own code handles these inputs from outside again, from the first start on, with the recorded times and
+    The services' own code handles some inputs from outside again, from the first start on, with the recorded times and
     results of effects. Nothing is sent, and logs are only read.
 
     Exit status: 0 if the fleet is complete, 1 if a text that --redact replaced is in the new logs.

@@ -60,7 +60,7 @@ def sql(
     unsealed: bool,
     trust_pickle: bool,
 ) -> None:
-    """Run an SQL query over logs and states, without disturbing running instances.
+    """Run an SQL query over logs and states; running instances are not disturbed.
 
     Tables: messages, records, outputs, instances, clients, executions, waiting, timers and effects; for each instance,
     its state (NAME) and the content of each container in it (NAME.ATTRIBUTE). All tables show the same moment: no

@@ -50,7 +50,7 @@ SLOW_COMMIT_MS = 50  # a disk that syncs takes 0.1 to 10 ms
 @json_option
 @pass_registry
 def status(registry: Registry, name: str | None, as_json: bool) -> None:
-    """Show all instances, or NAME: phase, record, backlog, checkpoint, streams.
+    """Show all instances, or NAME: phase, record, checkpoint, streams.
 
     Exit status: 0, or 1 if an instance has an error.
     """
@@ -134,7 +134,7 @@ def _output(one: dict[str, Any]) -> str:
     if one.get("waiting_bytes"):
         text += f", {size_text(one['waiting_bytes'])} waiting"
     if one.get("spilled_bytes"):
-        text += f", {size_text(one['spilled_bytes'])} of it on disk"
+        text += f", {size_text(one['spilled_bytes'])} on disk"
     return text
 
 
@@ -257,9 +257,10 @@ _POLL_S = 0.2
 @project_option
 @click.pass_context
 def logs(ctx: click.Context, names: tuple[str, ...], follow: bool, count: int | None, path: Path | None) -> None:
-    """Show the output of all services under 'immortal up', or of NAME..., by time.
+    """Show the output of services under 'immortal up', by time.
 
-    Times are UTC. The last 40 MiB of each service are kept, in HOME/NAME/output.log and older files beside it.
+    Without NAME, all services are shown. Times are UTC. The last 40 MiB of each service are kept, in
+    HOME/NAME/output.log and older files beside it.
     """
     from immortal.coordinator.project.output import Console, Tail, merge_by_time
 

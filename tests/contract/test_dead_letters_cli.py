@@ -391,7 +391,10 @@ def test_a_message_with_a_verdict_is_not_skipped(letters: InstanceSettings) -> N
 
 @pytest.mark.parametrize("reason", ["", "  ", "x" * 5000])
 def test_a_reason_is_needed(settings: InstanceSettings, reason: str) -> None:
-    assert "characters: expected 1 to 4096" in immortal(settings, "skip", "counter", "1:0", "--reason", reason, status=2).output
+    assert (
+        "characters: expected 1 to 4096"
+        in immortal(settings, "skip", "counter", "1:0", "--reason", reason, status=2).output
+    )
 
 
 def test_skip_of_a_running_instance(settings: InstanceSettings, asked: Asked) -> None:

@@ -87,7 +87,7 @@ def test_a_restart_upgrades(folder: Path, start: Start) -> None:
     run = start("old:Counter", "--restart")
     run.line("old: {'The': 1")
     told = immortal(folder, "upgrade", "counter", "--to", "2", "new:Counter")
-    assert told.endswith("it runs now; for that start: immortal restart counter\n")
+    assert told.endswith("it is running; to upgrade it now: immortal restart counter\n")
     assert "up again: version 2" in immortal(folder, "restart", "counter")
     run.line("new: 4 ")
     assert "up again: version 2" in immortal(folder, "restart", "counter")  # the registered one by now
@@ -147,7 +147,7 @@ def test_a_coordinator_that_was_started_by_hand(folder: Path) -> None:
     process = CoordinatorProcess(Registry(home).load("counter"), home)
     try:
         told = immortal(folder, "restart", "counter", status=1)
-        assert "'immortal stop counter', then start it and its app as before" in told
+        assert "run 'immortal stop counter', then start the coordinator and the app as before" in told
         assert immortal(folder, "stop", "counter") == "counter is stopped, without a checkpoint\n"
         assert process.ended()[0] == 0
     finally:

@@ -343,7 +343,7 @@ def test_wrong_calls_are_said(folder: Path) -> None:
     assert "one of --perfetto" in immortal(folder, "trace", "export", "counter", status=2)
     options = ("--perfetto", "x.json")
     said = immortal(folder, "trace", "export", "counter", "reader", "--from", "3", *options, status=2)
-    assert "each log's own" in said
+    assert "record numbers belong to one log" in said
     assert "a record's number, or a time" in immortal(
         folder, "trace", "export", "counter", "--from", "then", *options, status=2
     )

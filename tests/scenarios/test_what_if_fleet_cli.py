@@ -243,7 +243,7 @@ def test_at_a_terminal_results_of_effects_are_asked_for(folder: Path) -> None:
 def test_without_a_terminal_nothing_can_be_asked(folder: Path) -> None:
     told = "--change", f"shop={variant(folder)}", "--effects", "ask"
     assert "there is no terminal to ask at: give fail, by-key or MODULE" in what_if(folder, *told, status=1)
-    assert "--effects ask are for one" in what_if(folder, *told, "--bisect", "a..b", status=2)
+    assert "--bisect can't be combined with" in what_if(folder, *told, "--bisect", "a..b", status=2)
     assert "'asl': fail or by-key or ask or a function" in what_if(folder, *told[:3], "asl", status=2)
 
 
