@@ -47,7 +47,6 @@ class AppLoop:
         self._on_journal = on_journal
         self._coming: deque[Blob | memoryview] = deque()  # output behind ``pending``, from a checkpoint on
         self._coming_size_bytes = 0
-        dispatcher.streams = True
         self._snapshot_ends: deque[int] = deque()  # for each pending chunk, its end in the output
         self.output_ended = False
         self._failure: AppError | None = None

@@ -164,6 +164,7 @@ class Transport:
         self._connection = connection
         self._loop = loop
         self._dispatcher = loop.dispatcher
+        self._dispatcher.streams = True
         self._waker = waker
         self._address = address
         self._snapshot_polled = -1

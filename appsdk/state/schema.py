@@ -450,21 +450,19 @@ class StateSchema:
                     left = yield from state.map_count()
                     while left:
                         count, rows = yield from state.entries(left)
-                        run(partial(self._load, getattr(instance, name), count, rows))
+                        if self._objects is not None:
+                            saved = decoding.decode(rows, type=dict[str | int, dict[str, msgspec.Raw]])
+                            self._objects._require_names(set().union(*saved.values()))
+                        run(partial(getattr(instance, name).load, count, rows))
                         left -= count
                 else:
+                    self._require_names((name, *self.fields))
                     values[name] = yield from state.value()
             yield from state.end()
         except decoding.DecodeError as error:
             raise self._unreadable(error) from None
         run(partial(self._set, instance, values))
         return b""
-
-    def _load(self, table: Table[Any, Any], count: int, rows: bytes) -> None:
-        if self._objects is not None:
-            saved = decoding.decode(rows, type=dict[str | int, dict[str, msgspec.Raw]])
-            self._objects._require_names(set().union(*saved.values()))
-        table.load(count, rows)
 
     def _restore_whole(self, instance: Any, state: bytes) -> None:
         if self.serializer == "own":

@@ -22,7 +22,7 @@ from immortal.appsdk.calls.codec import ValueDecoder, encode_value, resolve_hint
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
 from immortal.appsdk.errors import AS_RPC, DefinitionError, QueryError, StateError, UsageError
 from immortal.appsdk.state.incoming import map_front
-from immortal.appsdk.state.table_rows import KEY_SIZE_BYTES_MAX, KeyForm, Span, Store, after_prefix, key_form
+from immortal.appsdk.state.table_rows import KEY_SIZE_BYTES_MAX, KeyForm, Span, Store, after_prefix, key_form, span_of
 from immortal.appsdk.types import registry
 from immortal.appsdk.types.encoding import allow_integers
 from immortal.appsdk.types.handles import MARK
@@ -79,11 +79,12 @@ class TableKind:
         except TypeError as error:
             raise DefinitionError(f"{self.where}: {error}") from None
         self.has_plain_keys = getattr(key, "__supertype__", key) in (int, str, bytes)  # which packing never changes
-        self.decode_key = ValueDecoder(allow_integers(key)).decode
-        exact: Any = allow_integers(key)
-        self.decode_rows = ValueDecoder(dict[exact, allow_integers(self.value_type)]).plainly
-        self.decode_raws = ValueDecoder(dict[exact, msgspec.Raw]).plainly
-        self.decode = ValueDecoder(allow_integers(self.value_type)).plainly
+        exact_key: Any = allow_integers(key)
+        exact_value: Any = allow_integers(self.value_type)
+        self.decode_key = ValueDecoder(exact_key).decode
+        self.decode = ValueDecoder(exact_value).plainly
+        self.decode_rows = ValueDecoder(dict[exact_key, exact_value]).plainly
+        self.decode_raws = ValueDecoder(dict[exact_key, msgspec.Raw]).plainly
         self.is_mutable = any(map(_is_mutable, types_of(self.value_type)))
         self.may_hold_handles = may_hold_handles(self.value_type)
 
@@ -594,19 +595,3 @@ class _Items(ItemsView[K, V]):
 
     def __iter__(self) -> Iterator[tuple[K, V]]:
         return self._mapping.rows()  # type: ignore[no-any-return]
-
-
-def span_of(form: KeyForm, start: Any, stop: Any, prefix: Any) -> Span:
-    """Return the span of keys from ``start`` up to ``stop``, or with ``prefix``; None: no bound. Raises TypeError."""
-    if prefix is not None:
-        if form.pack_front is None:
-            raise TypeError(
-                "prefix=... came, but only keys that are str, bytes or tuples have prefixes: use start= and stop="
-            )
-        if start is not None or stop is not None:
-            raise TypeError("prefix=... came together with start= or stop=: give only one of the two")
-        front = form.pack_front(prefix)
-        return front, after_prefix(front)
-    pack = form.pack_front or form.pack
-    low, high = (None if one is None else pack(one)[: KEY_SIZE_BYTES_MAX + 1] for one in (start, stop))
-    return low or b"", high

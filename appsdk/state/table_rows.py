@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from enum import Enum
 from functools import partial
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin
 from uuid import UUID
@@ -92,7 +92,7 @@ class Store:
     def bound_pages(self) -> None:
         """Unmap the pages of the file if there are many: each page that is read counts as memory of this process."""
         self.read_size_bytes = 0
-        with suppress(OSError), open("/proc/self/statm") as numbers:
+        with suppress(OSError), open("/proc/self/statm", "rb", 0) as numbers:
             if int(numbers.read().split()[2]) * mmap.PAGESIZE > _MAPPED_SIZE_BYTES_MAX:
                 self._unmap_pages()
 
@@ -129,7 +129,7 @@ class Rows:
         if store.snapshot is None:
             return None
         data: bytes | None = store.snapshot.get(key, None, self.database)
-        store.read_size_bytes += _AROUND_SIZE_BYTES if data is None else _AROUND_SIZE_BYTES + len(data)
+        store.read_size_bytes += _AROUND_SIZE_BYTES + len(data or b"")
         if store.read_size_bytes > _READ_SIZE_BYTES_MAX:
             store.bound_pages()
         return data
@@ -233,8 +233,8 @@ class Rows:
             else:
                 is_there = cursor.set_range(low) if low else cursor.first()
                 rows = takewhile(lambda row: high is None or row[0] < high, cursor.iternext()) if is_there else iter(())
-            found = list(islice(rows, count))
-        store.read_size_bytes += sum(len(key) + len(value) for key, value in found)
+            found: list[Row] = list(islice(rows, count))
+        store.read_size_bytes += sum(map(len, chain.from_iterable(found)))
         if store.read_size_bytes > _READ_SIZE_BYTES_MAX:
             store.bound_pages()
         return found
@@ -281,6 +281,22 @@ class KeyForm(NamedTuple):
     pack: Callable[[Any], bytes]
     unpack: Callable[[bytes, int], tuple[Any, int]]
     pack_front: Callable[[Any], bytes] | None = None
+
+
+def span_of(form: KeyForm, start: Any, stop: Any, prefix: Any) -> Span:
+    """Return the span of keys from ``start`` up to ``stop``, or with ``prefix``; None: no bound. Raises TypeError."""
+    if prefix is not None:
+        if form.pack_front is None:
+            raise TypeError(
+                "prefix=... came, but only keys that are str, bytes or tuples have prefixes: use start= and stop="
+            )
+        if start is not None or stop is not None:
+            raise TypeError("prefix=... came together with start= or stop=: give only one of the two")
+        front = form.pack_front(prefix)
+        return front, after_prefix(front)
+    pack = form.pack_front or form.pack
+    low, high = (None if one is None else pack(one)[: KEY_SIZE_BYTES_MAX + 1] for one in (start, stop))
+    return low or b"", high
 
 
 _HEADS = [bytes((number,)) for number in range(256)]

@@ -376,6 +376,7 @@ def test_a_large_table_passes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     whole = len(definition_of(Large).state().encode(life.dispatcher.instance))
     assert whole > 10 * held_max
     loop = app_loop.AppLoop(life.dispatcher, "", lambda: None)
+    life.dispatcher.streams = True
     output = AppOutput()
 
     def take(size_bytes: int) -> None:
@@ -422,6 +423,7 @@ def test_rows_are_read_before_a_message_changes_them(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(app_loop, "OUTPUT_PENDING_BYTES_MAX", 0)
     life = first_start(Shop)
     loop = app_loop.AppLoop(life.dispatcher, "", lambda: None)
+    life.dispatcher.streams = True
     blob = definition_of(Shop).state().encode(life.dispatcher.instance)
     life.dispatcher.receive_data(TAKE + logged(1, [call(Shop.buy.method_id, 1, Order("ann"))]))
     while loop.step() is not None:
