@@ -1,4 +1,4 @@
-"""Measurement of MessagePack's nesting depth, without recursion and before decoding.
+"""Measurement of MessagePack's nesting depth and of whole values, without recursion and before decoding.
 
 A decoder calls itself for each nested array or map, until Python's recursion limit stops it. The nesting limit is far
 below that limit, and is checked on arrival. `docs/WIRE.md`, part 10.
@@ -111,6 +111,59 @@ def _walk(data: bytes, start: int, end: int, limit: int) -> int:
             deepest = depth
             if deepest > deepest_allowed:
                 return deepest
+
+
+def whole_values(data: bytes, start: int, count: int, parts: int) -> tuple[int, int]:
+    """Return how many of ``count`` groups of ``parts`` values are complete from ``start`` on, and the offset behind.
+
+    Invalid bytes count as values: a decoder must read what is found.
+    """
+    octets: cython.p_const_uchar = data
+    table = _SIZES
+    sizes: cython.p_const_uchar = table
+    table = _WIDTHS
+    widths: cython.p_const_uchar = table
+    at: cython.Py_ssize_t = start
+    stop: cython.Py_ssize_t = len(data)
+    first: cython.Py_ssize_t
+    width: cython.Py_ssize_t
+    size: cython.Py_ssize_t
+    is_container: cython.bint
+    left: cython.Py_ssize_t  # values to come, in all arrays and maps that are open
+    groups: cython.Py_ssize_t = count
+    size_of_group: cython.Py_ssize_t = parts
+    seen: cython.Py_ssize_t = 0
+    end: cython.Py_ssize_t = start
+    while seen < groups:
+        left = size_of_group
+        while left > 0:
+            if at >= stop:
+                return seen, end
+            left -= 1
+            first = octets[at]
+            at += 1
+            if 0x80 <= first < 0xA0:
+                left += 2 * (first & 0x0F) if first < 0x90 else first & 0x0F
+                continue
+            is_container = 0xDC <= first < 0xE0
+            width = (4 if first & 1 else 2) if is_container else widths[first]
+            if at + width > stop:
+                return seen, end
+            size = sizes[first]
+            if width:
+                size = 0
+                for _ in range(width):
+                    size = size << 8 | octets[at]
+                    at += 1
+            if is_container:
+                left += 2 * size if first >= 0xDE else size
+            else:
+                at += size + (0xC7 <= first <= 0xC9)  # an extension's type
+        if at > stop:
+            break
+        seen += 1
+        end = at
+    return seen, end
 
 
 def without_values(data: bytes, count: int) -> bytes | None:

@@ -60,7 +60,7 @@ class BlobData(Struct, frozen=True):
     last: bool
 
 
-class _Pieces:
+class Pieces:
     """Bytes that have arrived and are not consumed yet."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class _Pieces:
 
 class _Reader:
     def __init__(self) -> None:
-        self._pieces = _Pieces()
+        self._pieces = Pieces()
         self._blob_left_bytes: int | None = None
 
     @property

@@ -21,6 +21,7 @@ from immortal.appsdk.calls.outbox import Chunk, Outbox, encode_call, make_writer
 from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.dispatch.events import (
     BecamePrimary,
+    Blob,
     Event,
     Goodbye,
     JournalGrew,
@@ -40,6 +41,7 @@ from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.nodes.nodes import Nodes
 from immortal.appsdk.ordering.multicasts import Multicasts
+from immortal.appsdk.state.incoming import Incoming
 from immortal.appsdk.state.journal import Entry
 from immortal.appsdk.state.snapshots import Copies
 from immortal.appsdk.types.handles import current
@@ -132,7 +134,7 @@ class Dispatcher:
         self._upgraded = False  # the next TakeCheckpoint completes the upgrade, unless more records come
         self._awaiting_initial = False
         self._read_by_child: list[object] = []  # rows in the files of tables, while a child encodes the state
-        self._blob: list[bytes] = []
+        self.streams = False  # the owner takes a :class:`Blob` as output, else its pieces
         self._sources: list[str] | None = None  # sources of the batches of the next records, see Record
         self.time: AppTime | None = None  # the instance's time, as the coordinator last sent it; None: never
         self._work = self._run()
@@ -219,11 +221,7 @@ class Dispatcher:
             elif isinstance(event, BlobStart):
                 if self.instance is not None:
                     raise RemoteProtocolError("a second checkpoint came in: an app is restored once, as it connects")
-                self._blob.clear()
-            elif isinstance(event, BlobData):
-                self._blob.append(event.data)
-                if event.last:
-                    self._restore()
+                yield from self._restore()
 
     def _control(self, record: Record) -> Iterator[Event]:
         content = record.content
@@ -248,6 +246,7 @@ class Dispatcher:
                 else:
                     self._list_executions()
                     self._save(heals=True)
+                    yield OutputReady()
                     yield from self._become_primary()
             elif message_type == MessageType.BECOMING_PRIMARY:
                 yield from self._become_primary()
@@ -338,14 +337,20 @@ class Dispatcher:
         self._checkpoint(self._life.encode())
         self._awaiting_initial = True
 
-    def _restore(self) -> None:
-        blob = b"".join(self._blob)
-        self._blob.clear()
-        self._life.restore(blob)
+    def _restore(self) -> Iterator[None]:
+        pieces = yield from self._life.restore(Incoming(self._blob()))
         if self._life.tables:  # a copy has none of their rows
             self._rewinds.retake_copy()
         else:
-            self._rewinds.take_copy((blob,))
+            self._rewinds.take_copy(pieces)
+
+    def _blob(self) -> Iterator[bytes | None]:
+        """Yield the pieces of the checkpoint that comes in, and None while none is there."""
+        while True:
+            event = self._reader.next_event()
+            yield event.data if isinstance(event, BlobData) else None
+            if isinstance(event, BlobData) and event.last:
+                return
 
     def _upgrade(self, version: int | None, *, with_checkpoint: bool) -> None:
         """Bring state and code to ``version`` (None: that of the app), after all outputs of the old code."""
@@ -437,13 +442,15 @@ class Dispatcher:
             self._checkpoint(result)
 
     def _checkpoint(self, pieces: Sequence[bytes]) -> None:
-        """Send a checkpoint after all outputs of the records so far."""
+        """Send a checkpoint after all outputs of the records so far. Its output must be taken before more input is
+        handled, since the rows of tables are read then."""
         self.outbox.close_batches()
         self._rewinds.take_copy(pieces)
         size_bytes, whole = self._life.whole(pieces)
         self.outbox.send(encode_checkpoint(size_bytes))
-        for piece in whole:
-            self.outbox.send(piece)
+        chunks: Any = (Blob(size_bytes, whole),) if self.streams else whole
+        for chunk in chunks:
+            self.outbox.send(chunk)
 
     def _become_primary(self) -> Iterator[Event]:
         if self.instance is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from msgspec import Struct
@@ -52,6 +52,17 @@ class JournalGrew(Struct, frozen=True):
 
 
 Event = BecamePrimary | OutputReady | Goodbye | Refusal | SnapshotBegun | Flush | JournalGrew
+
+
+class Blob:
+    """Output of a known size whose pieces are made when they are sent: the state in a checkpoint."""
+
+    def __init__(self, size_bytes: int, pieces: Iterator[bytes]) -> None:
+        self._size_bytes = size_bytes
+        self.pieces = pieces
+
+    def __len__(self) -> int:
+        return self._size_bytes
 
 
 # Times of handlers, sampled.

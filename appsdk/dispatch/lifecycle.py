@@ -21,11 +21,20 @@ from immortal.appsdk.handlers.definition import Definition, definition_of, own_d
 from immortal.appsdk.handlers.proxy import attach, instances_use_context
 from immortal.appsdk.ordering.machine import Ordering
 from immortal.appsdk.ordering.messages import Plain
+from immortal.appsdk.state.incoming import Incoming, Waiting, finish
 from immortal.appsdk.state.journal import SavedTasks
-from immortal.appsdk.state.schema import Envelope, copied_envelope, decode_envelope, encode_envelope, hook_of
+from immortal.appsdk.state.schema import (
+    Envelope,
+    copied_envelope,
+    decode_envelope,
+    encode_envelope,
+    envelope_size_bytes,
+    hook_of,
+)
 from immortal.appsdk.state.table import Table
 from immortal.appsdk.waiting.tasks import Tasks
 from immortal.protocol.messages import RpcKind, RpcType
+from immortal.protocol.state_envelope import FRONT
 
 
 class Life:
@@ -69,16 +78,20 @@ class Life:
         self._tasks.use(self.definition, instance)
         self._tasks.list_restored(None)
 
-    def restore(self, blob: bytes) -> None:
-        """Restore the instance from a checkpoint. Raises StateError, JournalError."""
-        envelope, state = decode_envelope(blob)
+    def restore(self, blob: Incoming) -> Waiting[tuple[bytes, bytes]]:
+        """Restore the instance from a checkpoint, while it comes in. Return its envelope and its state; no state if
+        the class has tables. Raises StateError, JournalError."""
+        front = yield from blob.view(FRONT.size)
+        front = yield from blob.take(envelope_size_bytes(front))
+        envelope, _ = decode_envelope(front)
         self._use(restoring_class(self._main_definition, envelope))
         context = self._context
         context.seed = envelope.seed
         context.sites.rules = Rules(envelope.rules)
         context.multicasts.rules = OrderRules(envelope.order_rules)
         context.instance_name = envelope.instance_name
-        self.instance = instance = self._restored(envelope, state)
+        instance, state = yield from self._restored(envelope, blob)
+        self.instance = instance
         context.nodes.use(self.definition, instance)
         context.nodes.restore(envelope.nodes)
         self._tasks.use(self.definition, instance)
@@ -86,13 +99,14 @@ class Life:
         if envelope.tasks is not None:
             self._tasks.restore(envelope.tasks)
         self._tasks.list_restored(envelope.tasks)
+        return front, state
 
     def go_back(self, blob: bytes) -> None:
         """Rewind to a copy of the state of this life; the object stays the same. Raises StateError, JournalError."""
         envelope, state = decode_envelope(blob)
         for table in self.tables:
             table.go_back()
-        fresh = self._restored(envelope, state)
+        fresh, _ = finish(self._restored(envelope, Incoming.of(state)))
         self.instance.__dict__ = fresh.__dict__  # in one step: hooks read the object and keep a reference to it
         attach(self.instance, self._context)
         self._context.multicasts.restore(envelope.ordering)
@@ -100,19 +114,23 @@ class Life:
         self._tasks.restore(envelope.tasks or SavedTasks())
         self._tasks.list_restored(envelope.tasks)
 
-    def _restored(self, envelope: Envelope, state: memoryview) -> Any:
-        """Return an object of the running class with the state of a blob, at its last record. Raises StateError."""
+    def _restored(self, envelope: Envelope, state: Incoming) -> Waiting[tuple[Any, bytes]]:
+        """Return an object of the running class with the state of a blob, at its last record; and the state, see
+        :meth:`StateSchema.restoring`. Raises StateError."""
         self.next_sequence_id = envelope.sequence_id + 1
         self._context.sequence_id, self._context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
         instance = self._new_instance()
         schema = self.definition.state()
         if self.instance is not None:  # a rewind, in which tables go back by themselves
             vars(instance).update(zip(schema.tables, self.tables, strict=True))
-        run = self._context.run_contexts.run
-        restore = partial(run, schema.restore, instance, envelope, state)
-        run_user_code(f"{self.definition.name}.restore", restore, StateError)
+
+        def run(function: Callable[[], None]) -> None:
+            guarded = partial(self._context.run_contexts.run, function)
+            run_user_code(f"{self.definition.name}.restore", guarded, StateError)
+
+        whole = yield from schema.restoring(instance, envelope, state, run)
         self._prepare(instance)
-        return instance
+        return instance, whole
 
     def _new_instance(self) -> Any:
         instance = self.definition.new_instance()
@@ -450,8 +468,8 @@ def moved(definition: Definition, old_definition: Definition, old: Any, context:
 
     def move() -> None:
         envelope = copied_envelope(definition.name, schema.serializer)
-        state = schema.encode(old)
-        definition.state().restore(new, envelope, memoryview(state))
+        _, pieces = schema.with_tables(old, schema.encode_attributes(old))
+        finish(definition.state().restoring(new, envelope, Incoming(pieces)))
 
     guarded(definition, f"{definition.name}.restore", move)
     if hook_of(type(new), "prepare") is not None:

@@ -1,7 +1,8 @@
 """Loop of an app around its dispatcher, for bytes from any source: no socket, no wait.
 
-Output waits in ``pending``. A checkpoint that a child process encodes is added to it in chunks between the other
-messages, at most SNAPSHOT_CHUNKS_PENDING_MAX ahead of the receiver; the rest waits in the child.
+Output waits in ``pending``. Pieces of an inline checkpoint are made when there is room for them. A checkpoint that a
+child process encodes is added to it in chunks between the other messages, at most SNAPSHOT_CHUNKS_PENDING_MAX ahead of
+the receiver; the rest waits in the child.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections.abc import Callable, Iterable
 
 from immortal.appsdk.calls.outbox import Chunk
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
-from immortal.appsdk.dispatch.events import BecamePrimary, Event, Goodbye, JournalGrew, Refusal, SnapshotBegun
+from immortal.appsdk.dispatch.events import BecamePrimary, Blob, Event, Goodbye, JournalGrew, Refusal, SnapshotBegun
 from immortal.appsdk.errors import AppError, Refused, StateError
 from immortal.appsdk.state.snapshots import CHUNK_SIZE_BYTES_MAX, Snapshot
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType
 from immortal.protocol.varint import encode_zigzag
 
+OUTPUT_PENDING_BYTES_MAX = 4 << 20  # not taken by the receiver: above it no input is handled
 SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # in pending, and not taken yet
 _STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the clock that coordinators read
 
@@ -37,12 +39,14 @@ class AppLoop:
         self.dispatcher = dispatcher
         self.snapshot: Snapshot | None = None
         self.pending: deque[memoryview] = deque()
-        self.pending_size_bytes = 0
+        self.pending_size_bytes = 0  # also of output behind it whose pieces are not made yet
         self.sent_size_bytes = 0
         self.lock = threading.Lock()  # of pending: no other thread's bytes must come in between
         self._coordinator = coordinator
         self._on_primary = on_primary
         self._on_journal = on_journal
+        self._coming: deque[Blob | memoryview] = deque()  # output behind ``pending``, from a checkpoint on
+        self._coming_size_bytes = 0
         self._snapshot_ends: deque[int] = deque()  # for each pending chunk, its end in the output
         self.output_ended = False
         self._failure: AppError | None = None
@@ -57,6 +61,9 @@ class AppLoop:
 
         Raises the error of :meth:`fail`, Refused, and what the dispatcher raises.
         """
+        if self._coming:
+            with self.lock:
+                self._fill(self.pending_size_bytes)  # a message would change the rows that are not read yet
         self.look()
         event = self.dispatcher.next_event()
         if isinstance(event, Goodbye):
@@ -108,12 +115,15 @@ class AppLoop:
                 break
             size_bytes -= len(first)
             pending.popleft()
+        if self._coming:
+            self._fill(OUTPUT_PENDING_BYTES_MAX)
 
     def end_output(self) -> None:
         """Drop all output: the connection accepts no more."""
         self.output_ended = True
         self.pending.clear()
-        self.pending_size_bytes = 0
+        self._coming.clear()
+        self.pending_size_bytes = self._coming_size_bytes = 0
         self.close()
 
     def close(self) -> None:
@@ -126,9 +136,25 @@ class AppLoop:
             return
         with self.lock:
             for chunk in chunks:
-                if len(chunk):
+                if isinstance(chunk, Blob) or self._coming:
+                    self._coming.append(chunk if isinstance(chunk, Blob) else memoryview(chunk))
+                    self._coming_size_bytes += len(chunk)
+                elif len(chunk):
                     self.pending.append(memoryview(chunk))
-                    self.pending_size_bytes += len(chunk)
+                self.pending_size_bytes += len(chunk)
+            if self._coming:
+                self._fill(OUTPUT_PENDING_BYTES_MAX)
+
+    def _fill(self, size_bytes_max: int) -> None:
+        """Move output that comes into ``pending``, until that has ``size_bytes_max``."""
+        while self._coming and self.pending_size_bytes - self._coming_size_bytes < size_bytes_max:
+            first = self._coming[0]
+            piece = next(first.pieces, None) if isinstance(first, Blob) else first
+            if piece is None or not isinstance(first, Blob):
+                self._coming.popleft()
+            if piece:
+                self.pending.append(memoryview(piece))
+                self._coming_size_bytes -= len(piece)
 
     # --- a checkpoint beside the handlers ---------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from immortal.appsdk.dispatch.events import Flush, Goodbye
 from immortal.appsdk.errors import ConnectError, Disconnected, Refused, UpgradeError
-from immortal.appsdk.running.app_loop import AppLoop
+from immortal.appsdk.running.app_loop import OUTPUT_PENDING_BYTES_MAX, AppLoop
 from immortal.protocol.app_handshake import (
     ANSWER_SIZE_BYTES_MAX,
     NONCE_SIZE_BYTES,
@@ -38,7 +38,6 @@ CONNECT_TIMEOUT_S = 30.0  # a coordinator that opens a large log can take second
 CONNECT_ATTEMPT_TIMEOUT_S = 5.0
 CONNECT_DELAY_S_MIN, CONNECT_DELAY_S_MAX = 0.01, 0.05  # an attempt costs less than a service that stays down
 RECEIVE_SIZE_BYTES = 256 << 10  # per recv: more costs more in fresh memory than it saves in calls
-OUTPUT_PENDING_BYTES_MAX = 4 << 20  # not taken by the socket: above it no input is handled
 INPUT_BUFFERED_BYTES_MAX = 8 << 20  # read while no input is handled
 LAST_WORDS_TIMEOUT_S = 5.0  # for the last output before the app leaves
 TIMER_WAIT_MS_MAX = 10_000  # then the time is checked again
@@ -165,6 +164,7 @@ class Transport:
         self._connection = connection
         self._loop = loop
         self._dispatcher = loop.dispatcher
+        self._dispatcher.streams = True
         self._waker = waker
         self._address = address
         self._snapshot_polled = -1

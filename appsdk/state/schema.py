@@ -18,8 +18,9 @@ import inspect
 import io
 import pickle
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Final, TypeVar
@@ -29,8 +30,9 @@ import msgspec
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value, encoder, resolve_hints
 from immortal.appsdk.calls.replay_rules import NEWEST, NEWEST_ORDER, OrderRules, Rules
 from immortal.appsdk.errors import DefinitionError, StateError
+from immortal.appsdk.state.incoming import Incoming, Waiting, finish, map_front
 from immortal.appsdk.state.journal import SavedTasks
-from immortal.appsdk.state.table import Table, TableField, TableKind, map_front
+from immortal.appsdk.state.table import Table, TableField, TableKind
 from immortal.appsdk.state.tree import differences, tree
 from immortal.appsdk.types.encoding import PLAIN_CLASSES, AnnotatedForm, allow_integers, form_of
 from immortal.appsdk.types.handles import MARK
@@ -96,6 +98,11 @@ def encode_envelope(envelope: Envelope) -> bytes:
     return FRONT.pack(MAGIC, version, 0, len(header)) + header
 
 
+def envelope_size_bytes(front: bytes) -> int:
+    """Return the size of an envelope, from a blob's first bytes; any size if they are no envelope's."""
+    return FRONT.size + FRONT.unpack(front[: FRONT.size])[3] if len(front) >= FRONT.size else FRONT.size
+
+
 def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
     """Decode the header of a blob; return it and the state. Raises StateError."""
     if len(blob) < FRONT.size:
@@ -141,6 +148,10 @@ def hook_of(cls: type, name: str) -> FunctionType | None:
     """Return the plain method that the SDK calls as a hook, such as ``prepare``; None if the name is another thing."""
     found = inspect.getattr_static(cls, name, None)
     return found if isinstance(found, FunctionType) else None
+
+
+def _call(function: Callable[[], None]) -> None:
+    function()
 
 
 class StateSchema:
@@ -406,40 +417,74 @@ class StateSchema:
 
     def restore(self, instance: Any, envelope: Envelope, state: memoryview) -> None:
         """Set the attributes of ``instance`` from a checkpoint. Raises StateError, which names what does not fit."""
+        finish(self.restoring(instance, envelope, Incoming.of(state)))
+
+    def restoring(
+        self, instance: Any, envelope: Envelope, state: Incoming, run: Callable[[Callable[[], None]], None] = _call
+    ) -> Waiting[bytes]:
+        """Restore like :meth:`restore`, while the state comes in: rows of tables are put into them as they come.
+
+        ``run`` calls functions that may run the user's code. Returns the state if there are no tables. Raises
+        StateError.
+        """
         if envelope.class_name != self._class_name and envelope.class_name not in self._formerly:
             raise StateError(
                 f"the checkpoint is of an app {envelope.class_name!r}, this is {self._class_name!r}: run the "
                 f"right one; "
                 f"if it was renamed: class {self._class_name}(Immortal, formerly=({envelope.class_name!r},))"
             )
-        if self.serializer == "own":
-            instance.restore(bytes(state))
-            return
-        if envelope.serializer != self.serializer:
+        if self.serializer not in ("own", envelope.serializer):
             raise StateError(
                 f"{self._class_name}: the checkpoint was written by {envelope.serializer!r}, now the class has "
                 f"{self.serializer!r}: go back, or write a 'restore' of your own that reads the old form"
             )
-        values = self._read(state)
+        if not self.tables:
+            whole = yield from state.rest()
+            run(partial(self._restore_whole, instance, whole))
+            return whole
+        values: dict[str, Any] = {}
+        try:
+            for _ in range((yield from state.map_count())):
+                name = decoding.decode((yield from state.value()), type=str)
+                if name in self.tables:
+                    left = yield from state.map_count()
+                    while left:
+                        count, rows = yield from state.entries(left)
+                        if self._objects is not None:
+                            saved = decoding.decode(rows, type=dict[str | int, dict[str, msgspec.Raw]])
+                            self._objects._require_names(set().union(*saved.values()))
+                        run(partial(getattr(instance, name).load, count, rows))
+                        left -= count
+                else:
+                    self._require_names((name, *self.fields))
+                    values[name] = yield from state.value()
+            yield from state.end()
+        except decoding.DecodeError as error:
+            raise self._unreadable(error) from None
+        run(partial(self._set, instance, values))
+        return b""
+
+    def _restore_whole(self, instance: Any, state: bytes) -> None:
+        if self.serializer == "own":
+            instance.restore(state)
+        else:
+            self._set(instance, self._read(state))
+
+    def _set(self, instance: Any, values: dict[str, Any]) -> None:
         self._require_names(values)
-        if self._objects is not None and "keys" in values:
-            saved: set[str] = set()
-            for one in decoding.decode(values["keys"], type=dict[str | int, dict[str, msgspec.Raw]]).values():
-                saved |= one.keys()
-            self._objects._require_names(saved or self._objects.fields)
         for name, value in values.items():
-            if name in self.tables:
-                getattr(instance, name).load(value)
-                continue
             setattr(instance, name, value if self.serializer == "pickle" else self.decode_attribute(name, value))
 
-    def _read(self, state: memoryview) -> dict[str, Any]:
+    def _unreadable(self, error: decoding.DecodeError) -> StateError:
+        return StateError(f"{self._class_name}: the state in the checkpoint can't be read: {error}")
+
+    def _read(self, state: bytes) -> dict[str, Any]:
         try:
             if self.serializer == "pickle":
                 return _Unpickler(io.BytesIO(state)).load()  # type: ignore[no-any-return]
             return decoding.decode(state, type=dict[str, msgspec.Raw])
         except decoding.DecodeError as error:
-            raise StateError(f"{self._class_name}: the state in the checkpoint can't be read: {error}") from None
+            raise self._unreadable(error) from None
         except Exception as error:  # whatever unpickling raises
             raise StateError(f"{self._class_name}: the pickled state can't be read: {error!r}") from None
 

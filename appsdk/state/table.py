@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
-from operator import attrgetter
+from itertools import chain
+from operator import add, attrgetter, lt
 from threading import get_ident
 from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar, get_args
 
@@ -20,7 +21,8 @@ from msgspec import inspect as shapes
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value, resolve_hints
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
 from immortal.appsdk.errors import AS_RPC, DefinitionError, QueryError, StateError, UsageError
-from immortal.appsdk.state.table_rows import KEY_SIZE_BYTES_MAX, KeyForm, Span, Store, after_prefix, key_form
+from immortal.appsdk.state.incoming import map_front
+from immortal.appsdk.state.table_rows import KEY_SIZE_BYTES_MAX, KeyForm, Span, Store, after_prefix, key_form, span_of
 from immortal.appsdk.types import registry
 from immortal.appsdk.types.encoding import allow_integers
 from immortal.appsdk.types.handles import MARK
@@ -76,8 +78,13 @@ class TableKind:
             self.indexes = {attribute: self._index(attribute) for attribute in indexed}
         except TypeError as error:
             raise DefinitionError(f"{self.where}: {error}") from None
-        self.decode_key = ValueDecoder(allow_integers(key)).decode
-        self.decode = ValueDecoder(allow_integers(self.value_type)).plainly
+        self.has_plain_keys = getattr(key, "__supertype__", key) in (int, str, bytes)  # which packing never changes
+        exact_key: Any = allow_integers(key)
+        exact_value: Any = allow_integers(self.value_type)
+        self.decode_key = ValueDecoder(exact_key).decode
+        self.decode = ValueDecoder(exact_value).plainly
+        self.decode_rows = ValueDecoder(dict[exact_key, exact_value]).plainly
+        self.decode_raws = ValueDecoder(dict[exact_key, msgspec.Raw]).plainly
         self.is_mutable = any(map(_is_mutable, types_of(self.value_type)))
         self.may_hold_handles = may_hold_handles(self.value_type)
 
@@ -401,14 +408,42 @@ class Table(MutableMapping[K, V], Generic[K, V]):
                 parts, size_bytes = [], 0
         yield b"".join(parts)
 
-    def load(self, raw: Any) -> None:
-        """Add the rows of a MessagePack map, one after the other. Raises StateError."""
+    def load(self, count: int, data: bytes) -> None:
+        """Add the rows of a MessagePack map of ``count`` entries. Raises StateError."""
         kind = self._kind
-        try:
-            for key_data, data in _pairs(memoryview(raw)):
+        last = next((key for key, _ in self._rows.scan((b"", None), reverse=True)), b"")
+        try:  # all at once, as a checkpoint of a table has them
+            raws, values = kind.decode_raws(data), kind.decode_rows(data)
+            keys = list(map(kind.key.pack, raws))
+            entries = [
+                list(map(add, map(index.form.pack, map(index.value_of, values.values())), keys))
+                for index, _ in self._indexes.values()
+            ]
+            is_plain = len(keys) == count and last < keys[0] and all(map(lt, keys, keys[1:]))
+        except Exception:  # the other function reads more, and explains errors
+            is_plain = False
+        if not is_plain or max(map(len, chain(keys, *entries))) > KEY_SIZE_BYTES_MAX:
+            self._load_each(2 * count, data[len(map_front(count)) :])
+            return
+        self._make_room(None)
+        rows = list(map(bytes, raws.values()))
+        self._rows.fill(dict(zip(keys, rows, strict=True)), behind=True)
+        for some, (_, index_rows) in zip(entries, self._indexes.values(), strict=True):
+            index_rows.fill(dict.fromkeys(some, b""))
+        saved = list(raws) if kind.has_plain_keys else [kind.key.unpack(key, 0)[0] for key in keys]
+        self._count += count
+        self._size_bytes += sum(map(len, rows)) + len(encode_value(saved)) - len(map_front(count))
+
+    def _load_each(self, count: int, data: bytes) -> None:
+        """Add rows one after the other, such as those of a dict, which has another order. ``count``: of keys and
+        values. Raises StateError."""
+        kind = self._kind
+        try:  # as an array its items are found without the creation of any key or value
+            front = b"\xdd" + count.to_bytes(4, "big")
+            items = map(bytes, decoding.decode(front + data, type=list[msgspec.Raw]))
+            for key_data, row in zip(items, items, strict=True):
                 key = kind.decode_key(key_data)
-                value = kind.schema.decode_attribute(kind.name, data)
-                self._put(key, kind.key.pack(key), bytes(data), value)
+                self._put(key, kind.key.pack(key), row, kind.schema.decode_attribute(kind.name, row))
         except (decoding.DecodeError, TypeError, ValueError) as error:
             raise StateError(f"{kind.where} can't be read from the checkpoint: {error}") from None
 
@@ -560,38 +595,3 @@ class _Items(ItemsView[K, V]):
 
     def __iter__(self) -> Iterator[tuple[K, V]]:
         return self._mapping.rows()  # type: ignore[no-any-return]
-
-
-def span_of(form: KeyForm, start: Any, stop: Any, prefix: Any) -> Span:
-    """Return the span of keys from ``start`` up to ``stop``, or with ``prefix``; None: no bound. Raises TypeError."""
-    if prefix is not None:
-        if form.pack_front is None:
-            raise TypeError(
-                "prefix=... came, but only keys that are str, bytes or tuples have prefixes: use start= and stop="
-            )
-        if start is not None or stop is not None:
-            raise TypeError("prefix=... came together with start= or stop=: give only one of the two")
-        front = form.pack_front(prefix)
-        return front, after_prefix(front)
-    pack = form.pack_front or form.pack
-    low, high = (None if one is None else pack(one)[: KEY_SIZE_BYTES_MAX + 1] for one in (start, stop))
-    return low or b"", high
-
-
-def map_front(count: int) -> bytes:
-    """Return the header of a MessagePack map of ``count`` entries."""
-    if count < 1 << 4:
-        return bytes((0x80 | count,))
-    return b"\xde" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdf" + count.to_bytes(4, "big")
-
-
-def _pairs(data: memoryview) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the entries of a MessagePack map, encoded. Raises DecodeError."""
-    first = data[0]
-    size_bytes = {0xDE: 3, 0xDF: 5}.get(first, 1)
-    if size_bytes == 1 and not 0x80 <= first < 0x90:
-        raise decoding.DecodeError("a map was expected")
-    count = first & 0x0F if size_bytes == 1 else int.from_bytes(data[1:size_bytes], "big")
-    # As an array its items are found without the creation of any key or value.
-    items = iter(decoding.decode(b"\xdd" + (2 * count).to_bytes(4, "big") + data[size_bytes:], type=list[msgspec.Raw]))
-    return zip(map(bytes, items), map(bytes, items), strict=True)

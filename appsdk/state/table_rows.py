@@ -7,15 +7,17 @@ never has one. The results of reads do not depend on when rows move into the fil
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import tempfile
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from enum import Enum
 from functools import partial
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin
 from uuid import UUID
@@ -28,6 +30,9 @@ _ROW_SIZE_BYTES = 150  # of a row's objects in memory, about
 _DELETED_SIZE_BYTES = 128 << 10
 _MAP_SIZES_BYTES = (1 << 40, 1 << 36, 1 << 32)  # of address space: the first that the process may have
 _READERS_SIZE_BYTES = 8192  # of LMDB's table of 126 readers
+_AROUND_SIZE_BYTES = 64 << 10  # of pages that the system maps with the one that is read
+_READ_SIZE_BYTES_MAX = 32 << 20  # of pages that can have been mapped, before that is looked at
+_MAPPED_SIZE_BYTES_MAX = 160 << 20  # of all files in this process, before a table's pages are unmapped
 _ROWS_AT_ONCE_MIN, _ROWS_AT_ONCE_MAX = 8, 128
 _ABSENT: Any = object()
 
@@ -44,7 +49,9 @@ class Store:
         self.undo_size_bytes = 0
         self.limit_bytes = RECENT_SIZE_BYTES_MAX
         self.snapshot: Any = None  # LMDB's transaction on the rows in the file; None: there is no file
+        self.read_size_bytes = 0  # of pages of the file, since :meth:`bound_pages`
         self._file: Any = None
+        self._unmap_pages: Callable[[], object] = int
 
     def add(self) -> Rows:
         """Add an ordered map. All must be added before the first row is written."""
@@ -77,9 +84,17 @@ class Store:
                 except lmdb.MemoryError:  # the process may not have so much address space
                     if size_bytes == _MAP_SIZES_BYTES[-1]:
                         raise
+            self._unmap_pages = _unmapper(os.path.realpath(path))
         for number, rows in enumerate(self.all):
             rows.database = file.open_db(str(number).encode())
         return file
+
+    def bound_pages(self) -> None:
+        """Unmap the pages of the file if there are many: each page that is read counts as memory of this process."""
+        self.read_size_bytes = 0
+        with suppress(OSError), open("/proc/self/statm", "rb", 0) as numbers:
+            if int(numbers.read().split()[2]) * mmap.PAGESIZE > _MAPPED_SIZE_BYTES_MAX:
+                self._unmap_pages()
 
     def keep_undo(self, *, keeps: bool) -> None:
         """Keep old values of rows from now on, so that :meth:`go_back` restores the present ones; with False, stop."""
@@ -110,8 +125,14 @@ class Rows:
         found = self._recent.get(key, _ABSENT)
         if found is not _ABSENT:
             return found  # type: ignore[no-any-return]
-        snapshot = self._store.snapshot
-        return None if snapshot is None else snapshot.get(key, None, self.database)
+        store = self._store
+        if store.snapshot is None:
+            return None
+        data: bytes | None = store.snapshot.get(key, None, self.database)
+        store.read_size_bytes += _AROUND_SIZE_BYTES + len(data or b"")
+        if store.read_size_bytes > _READ_SIZE_BYTES_MAX:
+            store.bound_pages()
+        return data
 
     def put(self, key: bytes, value: bytes | None) -> bytes | None:
         """Set a row, or delete it with None; return the old value."""
@@ -135,11 +156,22 @@ class Rows:
         self.version += 1
         return old
 
+    def fill(self, rows: dict[bytes, bytes], *, behind: bool = False) -> None:
+        """Add rows that are not there yet, before anybody keeps old values. ``behind``: in order, behind all others."""
+        self._recent.update(rows)
+        if not behind:
+            self._keys = None
+        elif self._keys is not None:
+            self._keys += rows
+        size_bytes = sum(map(len, rows)) + sum(map(len, rows.values()))
+        self._store.recent_size_bytes += _ROW_SIZE_BYTES * len(rows) + size_bytes
+        self.version += 1
+
     def write(self, transaction: Any) -> None:
         """Write the recent rows into the file."""
         puts = []
-        for key, value in sorted(self._recent.items()):
-            if value is None:
+        for key in sorted(self._recent):
+            if (value := self._recent[key]) is None:
                 transaction.delete(key, db=self.database)
             else:
                 puts.append((key, value))
@@ -178,6 +210,8 @@ class Rows:
             last = max(ends) if reverse else min(ends)
             left = _behind(span, last, reverse)
             low, high = (last, high) if reverse else (low, last + b"\0")
+        if not recent:
+            return written, left
         rows: dict[bytes, bytes | None] = dict(written)
         rows.update((key, self._recent[key]) for key in recent)
         inside = ((key, value) for key, value in rows.items() if key >= low and (high is None or key < high))
@@ -185,10 +219,11 @@ class Rows:
 
     def _written(self, span: Span, reverse: bool, count: int) -> list[Row]:
         """Return the first rows of the span that are in the file."""
-        if self._store.snapshot is None:
+        store = self._store
+        if store.snapshot is None:
             return []
         low, high = span
-        with self._store.snapshot.cursor(self.database) as cursor:
+        with store.snapshot.cursor(self.database) as cursor:
             if reverse:
                 if high is not None and cursor.set_range(high):
                     is_there = cursor.prev()
@@ -198,7 +233,25 @@ class Rows:
             else:
                 is_there = cursor.set_range(low) if low else cursor.first()
                 rows = takewhile(lambda row: high is None or row[0] < high, cursor.iternext()) if is_there else iter(())
-            return list(islice(rows, count))
+            found: list[Row] = list(islice(rows, count))
+        store.read_size_bytes += sum(map(len, chain.from_iterable(found)))
+        if store.read_size_bytes > _READ_SIZE_BYTES_MAX:
+            store.bound_pages()
+        return found
+
+
+def _unmapper(path: str) -> Callable[[], object]:
+    """Return a function that unmaps the pages of a mapped file. The system keeps them, and maps those that are read."""
+    try:
+        import ctypes  # here: it takes milliseconds, and few apps have such large tables
+
+        with open("/proc/self/maps") as maps:
+            found = next(line for line in maps if line.endswith(f" {path}\n"))
+        start, end = (int(number, 16) for number in found.split()[0].split("-"))
+        advise = ctypes.CDLL(None).madvise
+        return partial(advise, ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+    except (ImportError, OSError, AttributeError, StopIteration):  # not on Linux
+        return int
 
 
 def _size_of(key: bytes, value: bytes | None) -> int:
@@ -228,6 +281,22 @@ class KeyForm(NamedTuple):
     pack: Callable[[Any], bytes]
     unpack: Callable[[bytes, int], tuple[Any, int]]
     pack_front: Callable[[Any], bytes] | None = None
+
+
+def span_of(form: KeyForm, start: Any, stop: Any, prefix: Any) -> Span:
+    """Return the span of keys from ``start`` up to ``stop``, or with ``prefix``; None: no bound. Raises TypeError."""
+    if prefix is not None:
+        if form.pack_front is None:
+            raise TypeError(
+                "prefix=... came, but only keys that are str, bytes or tuples have prefixes: use start= and stop="
+            )
+        if start is not None or stop is not None:
+            raise TypeError("prefix=... came together with start= or stop=: give only one of the two")
+        front = form.pack_front(prefix)
+        return front, after_prefix(front)
+    pack = form.pack_front or form.pack
+    low, high = (None if one is None else pack(one)[: KEY_SIZE_BYTES_MAX + 1] for one in (start, stop))
+    return low or b"", high
 
 
 _HEADS = [bytes((number,)) for number in range(256)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
 from enum import Enum
 from itertools import pairwise
@@ -9,6 +10,7 @@ from random import Random
 from typing import Any, NewType
 from uuid import UUID
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec import Struct
 
 from immortal import Immortal, Table, table
+from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.state import table_rows
+from immortal.appsdk.state import incoming, table_rows
 from immortal.appsdk.state.schema import copied_envelope
 from immortal.appsdk.state.table_rows import key_form
+from immortal.errors import StateError
+from immortal.protocol.nesting import whole_values
 
 Number = NewType("Number", int)
 
@@ -94,6 +99,20 @@ class Order(Struct):
 class Shop(Immortal):
     orders: Table[str, Order] = table(index=["customer"])
     total: int = 0
+
+
+def restore_in_pieces(shop: Immortal, state: bytes, piece_size_bytes: int, taken_size_bytes: int = 1) -> None:
+    """Restore a state that arrives slowly, in pieces. ``taken_size_bytes``: of rows at once."""
+
+    def pieces() -> Iterator[bytes | None]:
+        for at in range(0, len(state), piece_size_bytes):
+            yield None
+            yield state[at : at + piece_size_bytes]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(incoming, "PIECE_SIZE_BYTES", taken_size_bytes)
+        schema = definition_of(type(shop)).state()
+        incoming.finish(schema.restoring(shop, copied_envelope("Shop", "msgspec"), incoming.Incoming(pieces())))
 
 
 KEY = st.text(st.sampled_from("ab\0"), max_size=3)
@@ -181,12 +200,12 @@ class TableMachine(RuleBasedStateMachine):
         self.orders.go_back()
         self.model = dict(self.copy or {})
 
-    @rule()
-    def restore(self) -> None:
+    @rule(piece_size_bytes=st.integers(1, 200))
+    def restore(self, piece_size_bytes: int) -> None:
         schema = definition_of(Shop).state()
         fresh = Shop()
         fresh.orders._store.limit_bytes = self.orders._store.limit_bytes
-        schema.restore(fresh, copied_envelope("Shop", "msgspec"), memoryview(schema.encode(self.shop)))
+        restore_in_pieces(fresh, schema.encode(self.shop), piece_size_bytes)
         assert schema.encode(fresh) == schema.encode(self.shop)
         self.shop, self.copy = fresh, None
 
@@ -199,6 +218,96 @@ class TableMachine(RuleBasedStateMachine):
             assert list(self.orders.by("customer", customer)) == mine
         size_bytes, pieces = self.orders.pieces()
         assert size_bytes == sum(map(len, pieces))
+
+
+SIZES = st.sampled_from([0, 1, 15, 16, 31, 32, 255, 256, 65_535, 65_536])
+VALUES = (
+    st.none() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=3) | SIZES.map(bytes)
+    | st.builds(msgspec.msgpack.Ext, st.integers(-128, 127), st.sampled_from([1, 2, 3, 4, 8, 16, 256]).map(bytes))
+    | SIZES.map("x".__mul__) | SIZES.map([None].__mul__) | SIZES.map(lambda count: {key: [1] for key in range(count)})
+)  # fmt: skip
+
+
+@given(st.lists(VALUES | st.lists(VALUES, max_size=3), max_size=4), st.integers(1, 2), st.integers(0, 4), st.data())
+@settings(max_examples=30, deadline=None)
+def test_whole_values_end_where_a_decoder_says(values: list[Any], parts: int, start: int, drawn: st.DataObject) -> None:
+    data = b"x" * start
+    ends = [start]
+    for value in values:
+        data += encoder.encode(value)
+        ends.append(len(data))
+    some = drawn.draw(st.sets(st.integers(start, len(data)), max_size=9))
+    for cut in {*some, *ends, *(end - 1 for end in ends[1:]), *range(start, min(start + 9, len(data)))}:
+        whole = [end for end in ends[::parts] if end <= cut]
+        assert whole_values(data[:cut], start, 9, parts) == (len(whole) - 1, whole[-1])
+    assert whole_values(data, start, 1, 1) == ((1, ends[1]) if values else (0, start))
+
+
+@given(
+    orders=st.dictionaries(KEY, ORDER, max_size=8),
+    is_sorted=st.booleans(),
+    limit_bytes=st.sampled_from([0, 300, 1 << 20]),
+    taken_size_bytes=st.integers(1, 100),
+)
+@settings(max_examples=15, deadline=None)
+def test_a_state_is_read_in_pieces_of_any_size(
+    orders: dict[str, Order], is_sorted: bool, limit_bytes: int, taken_size_bytes: int
+) -> None:
+    """Also one that a dict has written, and one whose attributes come behind the table."""
+    state = encoder.encode({"orders": dict(sorted(orders.items())) if is_sorted else orders, "total": 7})
+    for piece_size_bytes in (1, 2, 3, 7, 20, len(state) - 1, len(state)):
+        shop = Shop()
+        shop.orders._store.limit_bytes = limit_bytes
+        restore_in_pieces(shop, state, piece_size_bytes, taken_size_bytes)
+        assert (shop.orders, shop.total, len(shop.orders)) == (orders, 7, len(orders))
+        mine = [(key, order) for key, order in sorted(orders.items()) if order.customer == "ann"]
+        assert list(shop.orders.by("customer", "ann")) == mine
+        size_bytes, pieces = shop.orders.pieces()
+        assert size_bytes == sum(map(len, pieces)) == len(encoder.encode(orders))
+    for cut in range(len(state)):
+        with pytest.raises(StateError, match="can't be read"):
+            restore_in_pieces(Shop(), state[:cut], len(state), taken_size_bytes)
+    with pytest.raises(StateError, match="can't be read: bytes follow it"):
+        restore_in_pieces(Shop(), state + b"\0", len(state), taken_size_bytes)
+
+
+@given(st.data(), st.binary(min_size=1, max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_damaged_rows_are_found_at_the_restore_or_read_as_the_decoder_reads_them(data: Any, damage: bytes) -> None:
+    orders = data.draw(st.dictionaries(KEY, ORDER, min_size=1, max_size=4))
+    state = encoder.encode({"total": 7, "orders": orders})
+    at = data.draw(st.integers(0, len(state) - 1))
+    state = state[:at] + damage + state[at + len(damage) :]
+    try:
+        expected = msgspec.msgpack.decode(state, type=dict[str, msgspec.Raw])
+        rows = msgspec.msgpack.decode(expected["orders"], type=dict[str, Order])
+        known = expected.keys() <= {"total", "orders"} and type(msgspec.msgpack.decode(expected["total"])) is int
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
+        known = False
+    shop = Shop()
+    if known:
+        restore_in_pieces(shop, state, 7)
+        assert shop.orders == rows
+    else:
+        try:
+            restore_in_pieces(shop, state, 7)
+        except StateError:
+            return
+        assert "orders" not in state.decode("latin-1") or "total" not in state.decode("latin-1")  # a default
+
+
+@pytest.mark.parametrize("annotation", KEYS, ids=str)
+@given(data=st.data())
+@settings(max_examples=6, deadline=None)
+def test_keys_of_each_type_come_back_from_a_checkpoint(annotation: Any, data: st.DataObject) -> None:
+    cls: Any = type("Shop", (Immortal,), {"__annotations__": {"rows": Table[annotation, int]}})
+    shop, again = cls(), cls()
+    for number, key in enumerate(data.draw(st.lists(KEYS[annotation], max_size=6))):
+        shop.rows[key] = number
+    state = definition_of(cls).state().encode(shop)
+    restore_in_pieces(again, state, 5)
+    assert list(again.rows.items()) == list(shop.rows.items())
+    assert definition_of(cls).state().encode(again) == state
 
 
 TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)

@@ -21,12 +21,18 @@ import pytest
 from msgspec import Struct
 
 from immortal import Handle, Immortal, Node, Table, create_node, initial, query, rpc, step, table, upgrades
+from immortal.appsdk.dispatch.events import OutputReady
 from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running import app_loop
 from immortal.appsdk.running.inspection import inspect_state, rows
-from immortal.appsdk.state import snapshots, table_rows
+from immortal.appsdk.state import incoming, snapshots, table_rows
+from immortal.appsdk.state import table as table_module
 from immortal.appsdk.state.schema import copied_envelope, encode_envelope
 from immortal.errors import CalleeFailed, DefinitionError, StateError, UsageError
+from immortal.protocol.messages import MessageType, encode_message
 from immortal.testing import Environment, ReplayDiffers, assert_replays, crash_everywhere
+from tests.helpers.sdk import TAKE, TAKE_FIRST, Life, first_start
+from tests.helpers.wire import AppOutput, call, checkpoint_record, logged
 
 
 class Order(Struct):
@@ -343,6 +349,103 @@ def test_a_subclass_that_has_a_dict_takes_over_a_table() -> None:
     with Environment() as env:
         shop = env.start(Shop, "shop")
         assert shop.upgrade(Back).state.stock == {"bread": 3}
+
+
+class Large(Immortal):
+    rows: Table[int, Wide] = table(index=["name"])
+    count: int = 0
+
+    @initial
+    def fill(self) -> None:
+        for number in range(20_000):
+            self.rows[number] = Wide(f"{number:100}")
+
+    @rpc
+    def add(self) -> None:
+        self.rows[-1] = Wide("later")
+
+
+def test_a_large_table_passes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bytes of 20,000 rows, about 2 MB, few are in memory at once, in a checkpoint and in its restore."""
+    held_max = 200_000
+    monkeypatch.setattr(table_rows, "RECENT_SIZE_BYTES_MAX", 100_000)
+    monkeypatch.setattr(table_module, "PIECE_SIZE_BYTES", 10_000)
+    monkeypatch.setattr(incoming, "PIECE_SIZE_BYTES", 10_000)
+    monkeypatch.setattr(app_loop, "OUTPUT_PENDING_BYTES_MAX", 30_000)
+    life = first_start(Large)
+    whole = len(definition_of(Large).state().encode(life.dispatcher.instance))
+    assert whole > 10 * held_max
+    loop = app_loop.AppLoop(life.dispatcher, "", lambda: None)
+    life.dispatcher.streams = True
+    output = AppOutput()
+
+    def take(size_bytes: int) -> None:
+        held = sum(map(len, loop.pending))
+        assert held <= 50_000
+        data = b"".join(loop.pending)[:size_bytes]
+        with loop.lock:
+            loop.took(len(data))
+        output.receive_data(data)
+
+    life.dispatcher.receive_data(TAKE)
+    assert isinstance(loop.step(), OutputReady)
+    assert loop.pending_size_bytes > whole
+    loop.dispatcher.outbox.report(encode_message(MessageType.LEAVING, b"in order"))
+    loop.take_output()
+    while loop.pending_size_bytes > 15_000:
+        take(7_000)
+    assert not loop._coming  # so a message that changes rows can be handled
+    take(15_000)
+    (blob,) = output.blobs
+    assert output.messages[-1].message_type == MessageType.LEAVING
+
+    fresh = Life.of(Large)
+    data = checkpoint_record(blob) + TAKE_FIRST
+    rows: list[Table[int, Wide]] = []
+    real = Table.load
+
+    def load(table: Table[int, Wide], count: int, data: bytes) -> None:
+        rows[:] = [table]
+        real(table, count, data)
+
+    monkeypatch.setattr(Table, "load", load)
+    for at in range(0, len(data), 1000):
+        fresh.give(data[at : at + 1000])
+        if rows and fresh.dispatcher.instance is None:
+            store = rows[0]._store
+            assert store.recent_size_bytes + fresh.dispatcher.buffered_bytes <= held_max
+    assert fresh.output.blobs == [blob]
+    assert len(list(fresh.dispatcher.instance.rows.by("name"))) == 20_000
+
+
+def test_rows_are_read_before_a_message_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by an owner that takes more input before it sends what is there."""
+    monkeypatch.setattr(app_loop, "OUTPUT_PENDING_BYTES_MAX", 0)
+    life = first_start(Shop)
+    loop = app_loop.AppLoop(life.dispatcher, "", lambda: None)
+    life.dispatcher.streams = True
+    blob = definition_of(Shop).state().encode(life.dispatcher.instance)
+    life.dispatcher.receive_data(TAKE + logged(1, [call(Shop.buy.method_id, 1, Order("ann"))]))
+    while loop.step() is not None:
+        pass
+    assert life.dispatcher.instance.orders == {1: Order("ann")}
+    output = AppOutput()
+    output.receive_data(b"".join(loop.pending))
+    assert output.blobs[-1].endswith(blob)
+
+
+@pytest.mark.parametrize(("limit_bytes", "is_bounded"), [(0, True), (1 << 40, False)])
+def test_pages_of_the_file_are_unmapped_when_many_are_read(
+    limit_bytes: int, is_bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_rows, "RECENT_SIZE_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(table_rows, "_READ_SIZE_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(table_rows, "_MAPPED_SIZE_BYTES_MAX", limit_bytes)
+    shop = Shop()
+    shop.orders.update({number: Order("ann", 0, {"x" * 10_000}) for number in range(1000)})
+    assert all(order.tags == {"x" * 10_000} for order in shop.orders.values())
+    mapped = re.findall(r"/rows \(deleted\)\nSize:.*(?:\n.*)*?\nRss: +(\d+) kB", Path("/proc/self/smaps").read_text())
+    assert (max(map(int, mapped)) < 3000) == is_bounded
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
