@@ -86,9 +86,9 @@ def spark_options(job: Function) -> Any:
     ) -> Any:
         if env is not None:
             require_packages()
-            from immortal.pipeline.packing import settings_for
+            from immortal.pipeline.packing import with_archive
 
-            settings = {**settings_for(env), **settings}
+            settings = with_archive(env, settings)
         return job(*arguments, run=Run(master, strict, settings, as_json, lineage), **more)
 
     function = click.option(
