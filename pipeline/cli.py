@@ -86,9 +86,9 @@ def spark_options(job: Function) -> Any:
     ) -> Any:
         if env is not None:
             require_packages()
-            from immortal.pipeline.packing import settings_for
+            from immortal.pipeline.packing import with_archive
 
-            settings = {**settings_for(env), **settings}
+            settings = with_archive(env, settings)
         return job(*arguments, run=Run(master, strict, settings, as_json, lineage), **more)
 
     function = click.option(
@@ -131,10 +131,10 @@ decode_option = click.option(
 )
 
 
-def require_packages() -> None:
-    missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
+def require_packages(packages: Sequence[str] = _PACKAGES, extra: str = "spark") -> None:
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise FailedError(f"the pipeline needs {', '.join(missing)}: {distribution.add_extra('spark')}")
+        raise FailedError(f"the pipeline needs {', '.join(missing)}: {distribution.add_extra(extra)}")
 
 
 def _open(paths: list[str], run: Run) -> Fleet:
@@ -191,17 +191,26 @@ def pipeline() -> None:
 @paths_argument
 @click.option("--to", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Output folder.")
 @click.option("--tables", metavar="NAME,...", help="raw, records, messages, outputs, checkpoints.  [default: all]")
+@click.option(
+    "--delta", "url", metavar="URL", help="Also copy the export to Delta tables: s3://BUCKET/PATH, file:///PATH, ..."
+)
 @spark_options
-def export(paths: list[str], folder: Path, tables: str | None, run: Run) -> None:
+def export(paths: list[str], folder: Path, tables: str | None, url: str | None, run: Run) -> None:
     """Export new records to Parquet, by instance and day. The output is compared with the logs before it commits."""
     fleet = _open(paths, run)
     from immortal.pipeline.jobs import export as job
     from immortal.pipeline.report.text import export_lines
 
     names = [name.strip() for name in tables.split(",")] if tables is not None else None
+    store = None
+    if url is not None:
+        require_packages(("deltalake", "obstore"), "delta")
+        from immortal.pipeline.jobs.delta import open_store
+
+        store = open_store(url)
     job.prepare(fleet, folder, names)
-    with open_spark(run, "export", "exporting", fleet.sources, [str(folder)]) as (spark, shown):
-        report = job.export(spark, fleet, folder, names, shown.say)
+    with open_spark(run, "export", "exporting", fleet.sources, filter(None, [str(folder), url])) as (spark, shown):
+        report = job.export(spark, fleet, folder, names, shown.say, store)
     _finish(run, asdict(report), export_lines(report, folder), report.unreadable)
 
 

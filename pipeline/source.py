@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
 import pyarrow as pa
@@ -90,6 +90,7 @@ class Options:
     first_ns: int = 0
     last_ns: int = NO_LIMIT
     method: str = ""  # only its calls
+    unloaded: Mapping[str, str] = field(default_factory=dict)  # instance: why its class is not among ``decode``
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Options:
@@ -111,8 +112,11 @@ class Options:
         instances = frozenset(name for part in options.get("instance", "").split(",") if (name := part.strip()))
         targets = decode_targets(decode) if decode else registered_apps(paths) if method else {}
         targets = {name: target for name, target in targets.items() if not (name and instances) or name in instances}
+        unloaded = _unloaded(targets) if method and not decode else {}
+        targets = {name: target for name, target in targets.items() if name not in unloaded}
         if method and not targets:
-            raise SourceError(f"option method: {method!r}: no settings beside the logs name an app: add option decode")
+            why = next(iter(unloaded.values()), "no settings beside the logs name an app: add option decode")
+            raise SourceError(f"option method: {method!r}: {why}")
         return cls(
             table,
             tuple(paths),
@@ -125,12 +129,18 @@ class Options:
             _time_ns(options, "fromTime", 0),
             _time_ns(options, "toTime", NO_LIMIT, rest_ns=999),  # all of its last microsecond
             method,
+            unloaded,
         )
 
     @property
     def calls(self) -> TypedCalls | None:
         """The calls of the method, if one is asked for. Raises SourceError if no class has it."""
-        return _typed_calls(self.method, frozenset(self.decode.values()), CALLS) if self.method else None
+        if not self.method:
+            return None
+        try:
+            return _typed_calls(self.method, frozenset(self.decode.values()), CALLS)
+        except SourceError as error:
+            raise SourceError("; ".join([str(error), *self.unloaded.values()])) from None
 
     @property
     def schema(self) -> StructType:
@@ -145,6 +155,17 @@ class Options:
         if self.last != NO_LIMIT and wanted.end == NO_LIMIT:
             wanted = wanted.part(wanted.first, open_range(wanted).ends()[1] + 1)
         return within_time(wanted.part(self.first, self.last + 1), self.first_ns, self.last_ns)
+
+
+def _unloaded(targets: Mapping[str, str]) -> dict[str, str]:
+    """Return the instances whose class cannot be loaded, and why."""
+    found = {}
+    for name, target in targets.items():
+        try:
+            decoder_of(target)
+        except Exception as error:  # a user's module can raise anything
+            found[name] = f"the app of {name!r} cannot be loaded: {error}"
+    return found
 
 
 def number(options: Mapping[str, str], name: str, default: int) -> int:
@@ -195,8 +216,8 @@ class ImmortalSource(DataSource):
         return StreamReader(self.options, schema)
 
     def _add_kept(self, schema: StructType) -> None:
-        for field in schema.fields[:1]:
-            for name, value in field.metadata.get(_KEPT, {}).items():
+        for first in schema.fields[:1]:
+            for name, value in first.metadata.get(_KEPT, {}).items():
                 self.options.setdefault(name, value)
 
     def writer(self, schema: StructType, overwrite: bool) -> Writer:
@@ -237,7 +258,7 @@ class RangeReader:
             wanted.committer_id,
             options.check,
             decoder_of(target) if target else None,
-            calls.reader(target) if calls is not None else None,
+            calls.reader(target, options.unloaded.get(wanted.instance)) if calls is not None else None,
         )
         for values in read_range(wanted):
             if isinstance(values, Gap):
@@ -249,11 +270,11 @@ class RangeReader:
 def _checked_columns(options: Options, schema: StructType) -> pa.Schema:
     """Return the requested columns. Raises SourceError unless they are columns of the table."""
     types = {field.name: field.dataType for field in options.schema}
-    for field in schema:
-        if types.get(field.name) != field.dataType:
+    for column in schema:
+        if types.get(column.name) != column.dataType:
             expected = ", ".join(f"{name} {kind.simpleString()}" for name, kind in types.items())
             raise SourceError(
-                f"the table {options.table!r} has no column {field.name!r} of type {field.dataType.simpleString()}:"
+                f"the table {options.table!r} has no column {column.name!r} of type {column.dataType.simpleString()}:"
                 f" it has {expected}"
             )
     return to_arrow_schema(schema, timezone="UTC")

@@ -149,9 +149,16 @@ class _Version:
 
 
 class CallReader:
-    """Reader of the calls to one class, newest version first; without versions there are no calls of the method."""
+    """Reader of the calls to one class, newest version first; without method IDs there are no calls of the method."""
 
-    def __init__(self, versions: Sequence[_Version], columns: Mapping[str, tuple[str, pa.DataType]]) -> None:
+    def __init__(
+        self,
+        versions: Sequence[_Version],
+        columns: Mapping[str, tuple[str, pa.DataType]],
+        method_ids: Collection[int],
+        problem: str | None,
+    ) -> None:
+        """``problem``: why no argument can be read."""
         self._versions = [
             (
                 version,
@@ -160,13 +167,14 @@ class CallReader:
             for version in versions
         ]
         self.names = {"reason", *(name for name, _ in columns.values())}
-        self.method_ids = sorted({version.method_id for version in versions})
+        self.method_ids = sorted(method_ids)
+        self._problem = problem
 
     def row(self, kind: int, rpc_type: int, method_id: int, arguments: bytes | memoryview) -> dict[str, Any] | None:
         """Return the columns of a call, or its ``reason`` if its arguments fit no version; None: no such call."""
         if kind != RpcKind.CALL or method_id not in self.method_ids:
             return None
-        reasons = []
+        reasons = [] if self._problem is None else [self._problem]
         for version, fits in self._versions:
             if version.method_id == method_id:
                 try:
@@ -213,9 +221,11 @@ class TypedCalls:
             self._columns[parameter] = column, kind
         self.schema = pa.schema([*table, *(pa.field(*pair) for pair in self._columns.values())])
 
-    def reader(self, target: str | None) -> CallReader:
-        """Return the reader of calls to a class; None: of an instance whose class is not known."""
-        return CallReader(self._versions[target] if target else [], self._columns)
+    def reader(self, target: str | None, problem: str | None = None) -> CallReader:
+        """Return the reader of calls to a class; None: of an instance whose class is not known, if a ``problem``."""
+        versions = self._versions[target] if target else []
+        of = itertools.chain(*self._versions.values()) if problem else versions
+        return CallReader(versions, self._columns, {one.method_id for one in of}, problem)
 
 
 def _version(codec: ArgumentCodec, method_id: int) -> _Version:

@@ -21,6 +21,7 @@ AREA = Area.INSTALLATION
 EXTRAS = (
     "archive",
     "debug",
+    "delta",
     "encryption",
     "http",
     "lineage",

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
+from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +43,7 @@ from immortal.pipeline.jobs.sources import (
     exported_schema,
     none_left,
     read_export_state,
+    run_of,
 )
 from immortal.pipeline.reading import Gap, LogRange, close_shared, read_range, whole_range
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, split
@@ -51,6 +53,8 @@ from immortal.protocol.files import FILE_MODE, make_folder, opener, restrict_mod
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from immortal.coordinator.objects.store import Objects
 
 _STAGING = "_staging"
 _LOCK = "_lock"
@@ -80,6 +84,7 @@ class ExportReport:
     instances: dict[str, InstanceExport] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)  # by table, of this run
     unreadable: Sequence[Unreadable] = ()  # nothing of this run is theirs
+    copied: int = 0  # files, to Delta tables
 
 
 def export(
@@ -88,8 +93,10 @@ def export(
     folder: Path,
     tables: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    store: Objects | None = None,
 ) -> ExportReport:
     """Bring the export in ``folder`` up to date with the logs. ``tables``: all at first, later those of the export.
+    ``store``: what is exported is copied there as Delta tables, see pipeline.jobs.delta.
 
     A log that cannot be read, or was replaced or set back since the last run, gets nothing of this run. Raises
     SourceError if the folder holds no export of ours or no log is left, ExportError if log and Parquet differ.
@@ -98,7 +105,13 @@ def export(
     with _locked(folder):
         state = read_export_state(folder)
         _remove_leftovers(folder, state)
-        return _Run(spark, logs, folder, state, progress).run()
+        state.setdefault("id", uuid4().hex)
+        report = _Run(spark, logs, folder, state, progress).run()
+        if store is not None:
+            from immortal.pipeline.jobs import delta
+
+            report.copied = delta.copy(read_export_state(folder), folder, store, progress)
+        return report
 
 
 def prepare(fleet: Fleet, folder: Path, tables: Sequence[str] | None) -> LogFleet:
@@ -294,7 +307,7 @@ def _remove_leftovers(folder: Path, state: Mapping[str, Any]) -> None:
     shutil.rmtree(folder / _STAGING, ignore_errors=True)
     for table in state["tables"]:
         for path in (folder / table).glob(f"instance=*/day=*/{RUN_PREFIX}*.parquet"):
-            if int(path.name.split("-")[1]) > state["run"]:
+            if run_of(path) > state["run"]:
                 path.unlink()
 
 

@@ -301,6 +301,11 @@ def read_export_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def run_of(path: Path) -> int:
+    """Return the number of the run that wrote a file of an export."""
+    return int(path.name.split("-")[1])
+
+
 def _open_log(folder: str) -> tuple[LogState, LogRange]:
     with open_reader(folder) as reader:
         state = LogState.of(reader.identity, folder, reader.summary(), live=is_locked(folder))

@@ -24,6 +24,8 @@ def export_lines(report: ExportReport, folder: Path) -> Iterator[str]:
     new = [name for name, done in report.instances.items() if done.last >= done.first]
     instances = counted(len(report.instances), "instance")
     yield f"{folder}: new records of {len(new):,} of {instances}, compared with the logs"
+    if report.copied:
+        yield f"copied to Delta tables: {counted(report.copied, 'file')}"
 
 
 # --- audit -----------------------------------------------------------------------------------------------------------

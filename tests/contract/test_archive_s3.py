@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,3 +111,23 @@ def test_files_pass_through_a_bucket(endpoint: str, tmp_path: Path, monkeypatch:
     monkeypatch.setenv(STORE_VARIABLE, "s3://no-such-bucket/files")
     with pytest.raises(StoreError, match="no-such-bucket"):
         store_chunks([b"data"])
+
+
+def test_delta_tables_of_an_export(endpoint: str, tmp_path: Path) -> None:
+    """In a process of its own: the library keeps Python's lock, which the server here needs to answer."""
+    pytest.importorskip("deltalake")
+    make_bucket(endpoint)
+    subprocess.run([sys.executable, "-c", _DELTA, str(tmp_path)], check=True, timeout=240)
+
+
+_DELTA = """
+import sys
+from pathlib import Path
+from tests.contract.test_pipeline_delta import expected, export, rows, update
+
+folder = Path(sys.argv[1])
+for run in (1, 2):
+    export(folder, run)
+    assert [update(folder, "s3://backups/tables") for _ in range(2)] == [6, 0]
+    assert rows("s3://backups/tables", "raw") == expected(run)
+"""

@@ -204,6 +204,21 @@ def test_an_export_that_is_cut_off_is_done_again(
     assert values("verify", to)["sound"]
 
 
+def test_an_export_has_delta_tables(pair: Plan, tmp_path: Path) -> None:
+    delta = pytest.importorskip("deltalake")
+    to, url = tmp_path / "export", f"file://{tmp_path}/tables"
+    export = ("export", "--to", to, "--tables", "raw", "--delta")
+    for number, share in enumerate((0.5, 1.0), 1):
+        folder = tmp_path / f"logs-{number}"
+        cut(pair, share).write(folder)
+        assert values(*export, url, folder)["copied"] == len(pair.names)
+        table = delta.DeltaTable(f"{url}/raw")
+        assert table.version() == number - 1
+        found = [(row["instance"], row["sequence_id"], row["value"]) for row in table.to_pyarrow_table().to_pylist()]
+        assert sorted(found) == [(name, *each) for name, records in logged(folder).items() for each in records.items()]
+    assert "'lake' names no store: a URL with one of s3://" in failed(*export, "lake", tmp_path / "logs-1")
+
+
 def test_an_export_that_was_changed_behind_its_back_is_found(pair: Plan, tmp_path: Path) -> None:
     pair.write(tmp_path / "logs")
     run("export", tmp_path / "logs", "--to", tmp_path / "export", "--tables", "raw")

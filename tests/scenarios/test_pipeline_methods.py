@@ -129,9 +129,15 @@ def test_versions_of_a_class_share_a_table(spark: SparkSession, tmp_path: Path) 
     finally:
         spark.sql("DROP TABLE sold")
     assert found(read(spark, "messages", tmp_path / "old", method="Till.sell"), "item", "n", "kind_") == [("ink", 3, 1)]
+    log_of(tmp_path, "lost", [sell("far", 1), Call(ALL_TYPES, RpcType.IMPULSE, arguments(1))])
     (tmp_path / "lost.toml").write_text('app = "no.such:App"\n')
     some = read(spark, "messages", tmp_path, method="sell", instance="old,other")
     assert found(some, "item") == [("ink",)]
+    every = read(spark, "messages", tmp_path, method="sell")
+    (name, item, reason), *others = found(every, "instance", "item", "reason")
+    assert (name, item) == ("lost", None)
+    assert reason.startswith("the app of 'lost' cannot be loaded: 'no.such:App': there is no module 'no'")
+    assert others == [("new", "tea", None), ("new", "old", None), ("old", "ink", None)]
 
 
 def test_a_stream_has_them_too(spark: SparkSession, tmp_path: Path) -> None:
@@ -144,6 +150,16 @@ def test_a_stream_has_them_too(spark: SparkSession, tmp_path: Path) -> None:
         assert spark.table("sold").select("item", "n").collect() == [("tea", 3)]
     finally:
         running.stop()
+
+
+def test_an_app_that_cannot_be_loaded_is_named_where_no_class_has_the_method(tmp_path: Path) -> None:
+    (tmp_path / "lost.toml").write_text('app = "no.such:App"\n')
+    lost = "the app of 'lost' cannot be loaded: 'no.such:App': there is no module 'no'"
+    with pytest.raises(SourceError, match=f"^option method: 'Till.sell': {lost}"):
+        ImmortalSource({"method": "Till.sell", "path": str(tmp_path)}).schema()
+    (tmp_path / "other.toml").write_text(f'app = "{OTHER}"\n')
+    with pytest.raises(SourceError, match=f"^option method: 'Till.sell': there are Other.ping; {lost}"):
+        ImmortalSource({"method": "Till.sell", "path": str(tmp_path)}).schema()
 
 
 @pytest.mark.parametrize(

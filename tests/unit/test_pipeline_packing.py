@@ -40,6 +40,14 @@ def test_it_holds_what_the_package_needs_and_no_spark() -> None:
     assert not found & {"pyspark", "py4j", "matplotlib", "pytest"}
 
 
+def test_what_the_user_ships_is_shipped_too() -> None:
+    archives, path = "spark.archives", "spark.executorEnv.PYTHONPATH"
+    alone = packing.with_archive(Path("/env.tar.gz"), {"spark.executor.memory": "1g"})
+    assert alone == {"spark.executor.memory": "1g", archives: "/env.tar.gz#immortal_env", path: "immortal_env"}
+    both = packing.with_archive(Path("/env.tar.gz"), {archives: "hdfs:/m.zip#model,x.zip", path: "model:/opt"})
+    assert both == {archives: "/env.tar.gz#immortal_env,hdfs:/m.zip#model,x.zip", path: "immortal_env:model:/opt"}
+
+
 def test_code_that_is_no_code(tmp_path: Path) -> None:
     (tmp_path / "till.py").write_text("")
     with pytest.raises(SourceError, match="is no folder and no wheel"):

@@ -236,12 +236,13 @@ def test_violations_in_lines() -> None:
 
 def test_an_export_in_lines() -> None:
     instances = {"a": InstanceExport(5, 9, 5, skipped=2), "b": InstanceExport(3, 2)}
-    report = ExportReport(2, ["raw"], instances, {"raw": 5})
+    report = ExportReport(2, ["raw"], instances, {"raw": 5}, copied=2)
     assert list(export_lines(report, Path("to"))) == [
         "warning: 2 records of a were trimmed before they could be exported",
         "table  new rows",
         "raw           5",
         "to: new records of 1 of 2 instances, compared with the logs",
+        "copied to Delta tables: 2 files",
     ]
 
 
