@@ -271,7 +271,7 @@ class HandleMethod:
         task = context.tasks.running
         if task is None or not task.is_silent:
             codec = node_definition(self._handle._immortal_of[2]).codec(self._handler)
-            if codec.may_hold_untyped:
+            if codec.needs_forms:
                 bound, keywords = codec.exactly(bound), {"": None}
             life.send(self._handle, self._handler, bound if keywords else arguments)
 

@@ -339,7 +339,9 @@ class StateSchema:
         """
         if self.serializer == "own":
             return {"": instance.checkpoint()}
-        return {name: self.raw(getattr(instance, name)) for name in self.attributes}
+        values = {name: getattr(instance, name) for name in self.attributes}
+        is_pickled = self.serializer == "pickle"
+        return {name: self.raw(value if is_pickled else self.kept(name, value)) for name, value in values.items()}
 
     def collect(self, instance: Any) -> dict[str, Any]:
         """Return the attributes, which must be annotated and set. Raises StateError."""
