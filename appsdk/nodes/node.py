@@ -241,7 +241,7 @@ class NodeTable:
 
     def _new(self, cls: type, number: int) -> Node:
         given: Any = cls
-        made: Node = given.__new__(given)
+        made: Node = given._immortal_node.state().with_own_defaults(given.__new__(given))
         made._immortal_context = NodeContext(made, self._life, number)
         return made
 

@@ -20,6 +20,7 @@ import pickle
 import typing
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from itertools import chain
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Final, TypeVar
@@ -227,6 +228,13 @@ class StateSchema:
                     f"{self._class_name}: attribute {name!r}: a Table is only possible where the SDK itself writes the "
                     f'state: without serializer="pickle", and without a checkpoint method; use a dict here'
                 )
+
+    def with_own_defaults(self, instance: T) -> T:
+        """Give a new object its own copy of each default in the class that can change, such as a list; return it."""
+        for name in self.attributes:
+            if type(default := getattr(self._cls, name, None)).__hash__ is None:
+                setattr(instance, name, deepcopy(default))
+        return instance
 
     # --- writing --------------------------------------------------------------------------------------------------
 

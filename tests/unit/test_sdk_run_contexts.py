@@ -349,6 +349,31 @@ def test_opentelemetrys_context_is_one_of_them(env: Environment) -> None:
     assert one.result() == ["one"]
 
 
+class Drawer(Immortal, keyed=str):
+    begun: str
+
+    def __init__(self) -> None:
+        self.begun = seen()
+        change("init")
+
+    @rpc
+    def look(self) -> list[str]:
+        return [self.begun, seen()]
+
+    @rpc
+    async def wait(self, name: str) -> list[str]:
+        found = [self.begun, seen()]
+        change(name)
+        await immortal.sleep(timedelta(seconds=1))
+        return [*found, seen()]
+
+
+def test_what_init_of_a_key_changes_is_seen_by_itself_alone(env: Environment) -> None:
+    drawers = env.start(Drawer, "drawers")
+    assert drawers["one"].call(Drawer.look) == [CLEAN] * 2
+    assert drawers["two"].call(Drawer.wait, "it") == [CLEAN, CLEAN, changed("it")]
+
+
 class Careful(Immortal):
     """Each of its runs notes which exception is being handled where it begins: none."""
 
