@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from immortal.appsdk.errors import DefinitionError
-from immortal.appsdk.types.encoding import AnnotatedForm, ValueDecoder, encode_value, form_of, why
-from immortal.appsdk.types.registry import may_hold_handles, may_hold_untyped, readable_type, unsupported_type
+from immortal.appsdk.types.encoding import AnnotatedForm, ValueDecoder, encode_value, form_to_send, why
+from immortal.appsdk.types.registry import may_hold_handles, readable_type, unsupported_type
 from immortal.appsdk.types.steps import NotRoundTrippableError, encoder
 from immortal.protocol import decoding
 from immortal.protocol.limits import NESTING_MAX, NESTING_MAX_DEFAULT
@@ -94,7 +94,11 @@ class ArgumentCodec:
                     f"codec: immortal.register_type"
                 )
         self.may_hold_handles = any(map(may_hold_handles, self.types))
-        self.may_hold_untyped = any(map(may_hold_untyped, self.types))
+        self._forms = [
+            (parameter.name, form_to_send(annotation))
+            for parameter, annotation in zip(parameters, self.types, strict=True)
+        ]
+        self.needs_forms = any(form for _, form in self._forms)
         self.returns_nothing = hints.get("return") is type(None)
         self.decode_plainly, self.decode = self._make_readers(())
         """Decoders of arguments. The first is faster; pass data that it refuses to :meth:`decode_again`."""
@@ -130,7 +134,7 @@ class ArgumentCodec:
 
         Raises TypeError.
         """
-        if self.may_hold_untyped:
+        if self.needs_forms:
             arguments = self.exactly(arguments)
         try:
             return arguments, encode_value(arguments)
@@ -153,15 +157,8 @@ class ArgumentCodec:
         return tuple(made)
 
     @cached_property
-    def _forms(self) -> list[tuple[str, AnnotatedForm | None]]:
-        """Name and form of each parameter; the form is None if the annotation says every type."""
-        pairs = zip(self.signature.parameters, self.types, strict=True)
-        return [(name, form_of(annotation) if may_hold_untyped(annotation) else None) for name, annotation in pairs]
-
-    @cached_property
     def _result_form(self) -> AnnotatedForm | None:
-        annotation = resolve_hints(self._function)["return"]
-        return form_of(annotation) if may_hold_untyped(annotation) else None
+        return form_to_send(resolve_hints(self._function)["return"])
 
     def encode_result(self, value: Any) -> bytes:
         """Encode a result; values annotated ``Any`` keep their types. Raises what the encoder raises."""

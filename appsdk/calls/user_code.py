@@ -362,7 +362,16 @@ def is_users(top: str, fullname: str, origin: str) -> bool:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback without the SDK's own frames, indented."""
+    """Return the traceback without the SDK's own frames, indented; if the exception's class fails there, say so."""
+    try:
+        return _user_traceback(error)
+    except BaseException as problem:
+        if not is_user_failure(problem):
+            raise
+        return f"    {type(error).__name__}: its traceback can't be shown: it raises {type(problem).__name__}"
+
+
+def _user_traceback(error: BaseException) -> str:
     whole = traceback.TracebackException.from_exception(error)
     pending: list[traceback.TracebackException | None] = [whole]
     while pending:

@@ -107,7 +107,7 @@ class TypedMethod:
         """Encode the arguments. They are checked here, where the message can say what is wrong."""
         if keywords or len(arguments) != self._codec.plain_count:
             arguments = self._codec.bind(arguments, keywords)
-        if self._codec.may_hold_untyped:
+        if self._codec.needs_forms:
             arguments = self._codec.exactly(arguments)
         data = _encoded(self.name, arguments, self._codec.signature.parameters)
         try:

@@ -6,6 +6,7 @@ for their sockets and deadlines, and lets callers wait for the end of their requ
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
 import select
@@ -18,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
 
-from immortal.appsdk.client.errors import ClientClosed
+from immortal.appsdk.client.errors import ClientClosed, ClientError
 from immortal.protocol.process import after_fork_message, disown_in_child, register
 
 
@@ -111,6 +112,18 @@ class WatchedSockets:
         return bool(new)
 
 
+class _MachineLock(_thread.RLock):  # type: ignore[misc]  # in C, so that a signal can't come between its steps
+    """Lock of a machine. A thread that has it already is told so at once, and does not wait for itself for ever."""
+
+    def __enter__(self) -> bool:  # type: ignore[override]
+        if self._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            raise ClientError(
+                "a signal handler or a __del__ has interrupted a call in this thread, which must end first: let a "
+                "signal handler set a flag or begin a thread, and let __del__ call nobody"
+            )
+        return super().__enter__()
+
+
 class ThreadShell(Generic[M]):
     """Shell for any threads; its own thread takes input. A forked child gets its own machine at its first use.
 
@@ -132,7 +145,7 @@ class ThreadShell(Generic[M]):
         self.is_open = False
         self.error: BaseException | None = None  # that ended the machine
         self._opening = threading.Lock()
-        self.lock = threading.Lock()  # of the machine
+        self.lock = _MachineLock()
         self.turned = threading.Condition(self.lock)  # notified when the machine has processed something, or is closed
         self._wake = -1
 
@@ -177,18 +190,21 @@ class ThreadShell(Generic[M]):
         machine = self.machine
         replied = threading.Lock()
         replied.acquire()
-        with self.lock:
-            request.begin(machine, replied.release)
-            if self._sends_at_once:
-                machine.process()
-            rouses = not self._sends_at_once or machine.next_deadline_s() < self._sleeps_until_s
-        if rouses:
-            self.rouse()
+        has_begun = False
         try:
+            with self.lock:
+                request.begin(machine, replied.release)
+                has_begun = True
+                if self._sends_at_once:
+                    machine.process()
+                rouses = not self._sends_at_once or machine.next_deadline_s() < self._sleeps_until_s
+            if rouses:
+                self.rouse()
             came = replied.acquire(timeout=-1 if request.patience_s is None else max(0.0, request.patience_s))
         except BaseException:  # an interrupt
-            with self.lock:
-                request.withdraw(machine)
+            if has_begun:
+                with self.lock:
+                    request.withdraw(machine)
             raise
         if not came:
             with self.lock:

@@ -187,6 +187,7 @@ class Records:
             if is_guarded and not by_itself and self._unchecked_from is None:
                 self._unchecked_from = context.message_index
             begun, runs.check = offset, self.guard.check if by_itself else None
+            failed: HandlerError | None = None
             try:
                 if self.times.left:
                     offset = self._timed(content, offset, end)
@@ -195,16 +196,18 @@ class Records:
                 if by_itself:
                     runs.check = None
                     self._check_one(content[begun:offset], context.message_index - 1)
-            except HandlerError as error:
+            except HandlerError as error:  # what runs next must not see it as the exception that is handled
+                failed = error
+            if failed is not None:
                 runs.check = None
                 context.handling_thread_id = 0
-                if is_guarded and error.failure is not None and error.failure.policy == "keep":
-                    error = self._check_kept(error, content[begun:], by_itself)
-                at = offset_behind(content, start, error.message_index - first_index)
+                if is_guarded and failed.failure is not None and failed.failure.policy == "keep":
+                    failed = self._check_kept(failed, content[begun:], by_itself)
+                at = offset_behind(content, start, failed.message_index - first_index)
                 message = message_at(content, at)
-                yield from self._failed(error, message)
+                yield from self._failed(failed, message)
                 offset = at + len(message)
-                context.message_index = error.message_index + 1
+                context.message_index = failed.message_index + 1
             if one_by_one:
                 yield from self._let_go_on(context.message_index - 1, message)
             if outbox.ready_size_bytes:
@@ -238,6 +241,7 @@ class Records:
         behind, context.message_index = context.message_index, index
         is_left = True
         while is_left:
+            failed: HandlerError | None = None
             if (call := tasks.next_said) is not None:
                 outbox.only_reports = True
                 yield from self.announce(self._failures.going_on(context.sequence_id, index, call))
@@ -246,9 +250,10 @@ class Records:
             try:
                 is_left = context.run_contexts.run(tasks.let_one_go_on)
             except HandlerError as error:
-                context.handling_thread_id = 0
-                yield from self._failed(error, message)
+                failed = error
             context.handling_thread_id = 0
+            if failed is not None:
+                yield from self._failed(failed, message)
         context.message_index = behind
 
     def _timed(self, content: bytes, offset: int, end: int) -> int:
@@ -276,7 +281,13 @@ class Records:
         if verdict.kind is VerdictKind.UNDONE:
             self._failures.note(verdict, error)
             raise RewindNeededError(verdict, error.failure.method_id if error.failure else None)
-        self._context.tasks.drain()
+        woken: HandlerError | None = None
+        try:
+            self._context.tasks.drain()
+        except HandlerError as another:  # of a handler that waited, and that the failed one has woken
+            woken = another
+        if woken is not None:
+            yield from self._failed(woken, message)
         if not known:
             self._failures.note(verdict, error)
         known_verdict = self._failures.known[verdict.key]
@@ -339,23 +350,23 @@ class Rewinds:
         """Handle ``record``, and again for each of its messages that must leave no trace. Raises RecoveryNeeded."""
         rewound = False
         while True:
+            needed: RewindNeededError | SingleStepNeededError
             try:
                 yield from self._records.handle(record)
                 break
-            except RewindNeededError as needed:
+            except (RewindNeededError, SingleStepNeededError) as error:
+                needed = error  # handlers that run again must not see it as the exception that is handled
+            rewound = True
+            if isinstance(needed, RewindNeededError):
                 self._undo(needed, record)
-                rewound = True
-            except SingleStepNeededError as closer:
-                sequence_id = record.header.sequence_id
-                self._records.closely = sequence_id, closer.message_index
-                if (copy := self.copies.current) is None:
-                    raise RecoveryNeeded(
-                        "there is no copy of the state any more: the app is recovered from its log"
-                    ) from None
-                self._failures.repeat_all(sequence_id, self._life.delivery)
-                self._context.outbox.rewind_to_copy()
-                self._go_over(copy, copy.tail, (sequence_id, MESSAGE_INDEX_MAX))
-                rewound = True
+                continue
+            sequence_id = record.header.sequence_id
+            self._records.closely = sequence_id, needed.message_index
+            if (copy := self.copies.current) is None:
+                raise RecoveryNeeded("there is no copy of the state any more: the app is recovered from its log")
+            self._failures.repeat_all(sequence_id, self._life.delivery)
+            self._context.outbox.rewind_to_copy()
+            self._go_over(copy, copy.tail, (sequence_id, MESSAGE_INDEX_MAX))
         self._records.closely = None
         if rewound:
             self.settle()

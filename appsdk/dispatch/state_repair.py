@@ -102,12 +102,14 @@ class StateRepair:
         forced, self.forced = self.forced, []
         try:
             pieces = self._life.encode()
-        except StateError as error:
-            if self._found is None or forced:
-                return self._heal(error, forced, heals=heals)
-            return replace(self._found, text=one_line(error))
-        self._found = None
-        return pieces
+        except StateError as error:  # handlers that run again must not see it as the exception that is handled
+            problem = error
+        else:
+            self._found = None
+            return pieces
+        if self._found is None or forced:
+            return self._heal(problem, forced, heals=heals)
+        return replace(self._found, text=one_line(problem))
 
     def _heal(self, error: StateError, forced: list[Verdict], *, heals: bool) -> Sequence[bytes] | Unsaved:
         copies, why = self._rewinds.copies, ""

@@ -182,7 +182,7 @@ class Definition(Struct):
 
     def new_instance(self) -> Any:
         """Return a new object of the class, without a call of its ``__init__`` and ``__new__``."""
-        return object.__new__(self.cls)
+        return self.state().with_own_defaults(object.__new__(self.cls))
 
     @property
     def label(self) -> str:

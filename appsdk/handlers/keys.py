@@ -35,7 +35,7 @@ class KeyContext:
     ``one``: the object. ``is_forgotten``: it is removed when that code has ended.
     """
 
-    __slots__ = ("_before", "_count", "_is_kept", "_keys", "is_forgotten", "key", "one")
+    __slots__ = ("_before", "_is_kept", "_keys", "_names", "is_forgotten", "key", "one")
 
     def __init__(self, keys: Keys, key: Any, *, is_kept: bool = True) -> None:
         self._keys = keys
@@ -48,12 +48,12 @@ class KeyContext:
         context, cls = keys._immortal_context, keys._immortal_definition.objects.cls
         found = keys.keys.get(self.key)
         self.one = one = object.__new__(cls) if found is None else found
-        self._count = -1 if found is None else len(vars(one))
         one._immortal_context = self
+        self._names = None if found is None else set(vars(one))
         self._before, context.present = context.present, self
         try:
             if found is None:
-                one.__init__()
+                context.run_contexts.run(one.__init__)
         except BaseException:
             context.present = self._before
             raise
@@ -67,7 +67,7 @@ class KeyContext:
         if self.is_forgotten:
             keys.keys.pop(self.key, None)
         elif self._is_kept:
-            if len(vars(self.one)) != self._count:
+            if vars(self.one).keys() != self._names:
                 keys._immortal_definition.objects.state().collect(self.one)
             keys.keys.settle(self.key, self.one)
 

@@ -136,7 +136,7 @@ def make_multicast_fork(
             arguments = bound if keywords else arguments
         if threading.get_ident() != context.handling_thread_id:
             raise outside_handler_error(context, f"multicast(...).{name}")
-        if codec.may_hold_untyped:
+        if codec.needs_forms:
             arguments = codec.exactly(arguments)
         if not any(nodes):
             context.multicasts.send(name, method_id, names, [encode_call(write, arguments)], scope)

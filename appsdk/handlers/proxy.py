@@ -160,7 +160,7 @@ def _exact_fork(
         codec = definition.codec(handler)
     except (DefinitionError, NameError):  # reported elsewhere
         return fork
-    if not codec.may_hold_untyped:
+    if not codec.needs_forms:
         return fork
 
     def fork_exactly(*arguments: Any, **keywords: Any) -> None:
@@ -355,7 +355,7 @@ def _make_impulse(
         if keywords or len(arguments) != parameters_count:
             bound = bind_arguments(name, signature, arguments, keywords)
             arguments = bound if keywords else arguments
-        if codec.may_hold_untyped:
+        if codec.needs_forms:
             arguments = codec.exactly(arguments)
         append(destination, name, write, arguments)
 

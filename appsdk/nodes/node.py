@@ -241,7 +241,7 @@ class NodeTable:
 
     def _new(self, cls: type, number: int) -> Node:
         given: Any = cls
-        made: Node = given.__new__(given)
+        made: Node = given._immortal_node.state().with_own_defaults(given.__new__(given))
         made._immortal_context = NodeContext(made, self._life, number)
         return made
 
@@ -271,7 +271,7 @@ class HandleMethod:
         task = context.tasks.running
         if task is None or not task.is_silent:
             codec = node_definition(self._handle._immortal_of[2]).codec(self._handler)
-            if codec.may_hold_untyped:
+            if codec.needs_forms:
                 bound, keywords = codec.exactly(bound), {"": None}
             life.send(self._handle, self._handler, bound if keywords else arguments)
 

@@ -75,7 +75,7 @@ class Guard:
         self._instance: Any = None
         self._seen: dict[str, _Seen] = {}
         self._left_out: set[str] = set()  # attributes that could not be saved before any of the checked messages
-        self._count = 0  # of attributes
+        self._names: set[str] = set()  # of attributes
 
     def begin(self, schema: StateSchema, instance: Any, size_bytes: int) -> None:
         """Begin with the present state, whose problems are no message's fault. ``size_bytes``: its recent size."""
@@ -85,7 +85,7 @@ class Guard:
         self._left_out.clear()
         if self._schema is None:
             return
-        self._count = len(vars(instance))
+        self._names = set(vars(instance))
         small = self._small_ones(schema, instance, size_bytes)
         for name in schema.attributes:
             value = getattr(instance, name, _UNSET)
@@ -122,12 +122,12 @@ class Guard:
         if schema is None:
             return None
         attributes = vars(instance)
-        if len(attributes) != self._count:
+        if attributes.keys() != self._names:
             try:
                 schema.require_annotated(instance)
             except StateError as error:
                 return error
-            self._count = len(attributes)
+            self._names = set(attributes)
         for name, seen in self._seen.items():
             value = attributes.get(name, _UNSET)
             if value is _UNSET:

@@ -20,6 +20,7 @@ import pickle
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from itertools import chain
 from types import FunctionType
@@ -239,6 +240,13 @@ class StateSchema:
                     f'state: without serializer="pickle", and without a checkpoint method; use a dict here'
                 )
 
+    def with_own_defaults(self, instance: T) -> T:
+        """Give a new object its own copy of each default in the class that can change, such as a list; return it."""
+        for name in self.attributes:
+            if type(default := getattr(self._cls, name, None)).__hash__ is None:
+                setattr(instance, name, deepcopy(default))
+        return instance
+
     # --- writing --------------------------------------------------------------------------------------------------
 
     def encode(self, instance: Any) -> bytes:
@@ -350,7 +358,9 @@ class StateSchema:
         """
         if self.serializer == "own":
             return {"": instance.checkpoint()}
-        return {name: self.raw(getattr(instance, name)) for name in self.attributes}
+        values = {name: getattr(instance, name) for name in self.attributes}
+        is_pickled = self.serializer == "pickle"
+        return {name: self.raw(value if is_pickled else self.kept(name, value)) for name, value in values.items()}
 
     def collect(self, instance: Any) -> dict[str, Any]:
         """Return the attributes, which must be annotated and set. Raises StateError."""

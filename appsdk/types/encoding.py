@@ -24,7 +24,13 @@ from msgspec import inspect as shapes
 
 from immortal.appsdk.types import registry
 from immortal.appsdk.types.handles import Handle, read_extension
-from immortal.appsdk.types.registry import converted_custom, decode_custom, readable_type
+from immortal.appsdk.types.registry import (
+    converted_custom,
+    decode_custom,
+    may_hold_ordered,
+    may_hold_untyped,
+    readable_type,
+)
 from immortal.appsdk.types.steps import (
     Column,
     Custom,
@@ -283,6 +289,8 @@ class AnnotatedForm(Form):
     def _step_of_anything(self, cls: type) -> Step:
         if cls is int:
             return _INTEGERS
+        if cls is OrderedDict:
+            return Custom(None, cls, ANYTHING, self)
         if issubclass(cls, dict):
             return Mappings(self, self)
         if issubclass(cls, list | tuple | set | frozenset):
@@ -320,6 +328,13 @@ def form_of(annotation: Any) -> AnnotatedForm:
     form = AnnotatedForm(info, {})
     form._known[id(info)] = form
     return form
+
+
+def form_to_send(annotation: Any) -> AnnotatedForm | None:
+    """Return the form for what is sent as ``annotation``; None if the encoder alone writes it so that it is kept."""
+    if may_hold_untyped(annotation):
+        return form_of(annotation)
+    return ANYTHING if may_hold_ordered(annotation) else None
 
 
 def _named(info: Any) -> str:

@@ -11,6 +11,7 @@ import functools
 import importlib
 import types
 import typing
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from itertools import islice, repeat, zip_longest
@@ -267,6 +268,12 @@ def may_hold_handles(annotation: Any) -> bool:
 def may_hold_untyped(annotation: Any) -> bool:
     """Return True if a part of a value of the annotation has no declared type (Any)."""
     return any(isinstance(info, msgspec.inspect.AnyType) for info in types_of(annotation))
+
+
+def may_hold_ordered(annotation: Any) -> bool:
+    """Return True if a value of the annotation can contain an OrderedDict."""
+    customs = (info.cls for info in types_of(annotation) if isinstance(info, msgspec.inspect.CustomType))
+    return any((typing.get_origin(cls) or cls) is OrderedDict for cls in customs)
 
 
 @functools.cache

@@ -10,10 +10,11 @@ import copy
 import functools
 import threading
 import typing
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, time
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, Self
 
 import msgspec
@@ -208,6 +209,7 @@ class Custom(Step):
         codec = registry.find_codec(given)
         self._unfit = codec.unfit if cls is not None and codec is not None else None
         self._is_same = given is (typing.get_origin(cls) or cls)
+        self._is_ordered = given is OrderedDict
 
     def look(self, column: Column, below: Level) -> bool:
         if not self._is_same and self._cls is not None:
@@ -220,7 +222,7 @@ class Custom(Step):
                 raise NotRoundTrippableError(problem)
         if self._inside is not None:
             below.append((self._form, list(map(encode_custom, column))))
-        return False
+        return self._is_ordered and any(map(_is_moved, column))
 
     def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
         if self._inside is not None:
@@ -228,6 +230,11 @@ class Custom(Step):
 
     def tag(self, value: Any) -> Any:
         return self._form.tag(encode_custom(value))
+
+
+def _is_moved(value: OrderedDict[Any, Any]) -> bool:
+    """Return True if the encoder, which reads it as a plain dict, would not see a key that was moved."""
+    return any(map(is_not, dict.__iter__(value), value))
 
 
 class Items(Step):

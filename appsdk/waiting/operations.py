@@ -28,8 +28,8 @@ from immortal.appsdk.state.journal import (
     described,
 )
 from immortal.appsdk.state.schema import StateSchema
-from immortal.appsdk.types.encoding import form_of
-from immortal.appsdk.types.registry import may_hold_untyped, unsupported_type
+from immortal.appsdk.types.encoding import form_to_send
+from immortal.appsdk.types.registry import unsupported_type
 from immortal.appsdk.waiting.loop import HandlerLoop, LazyFuture
 from immortal.protocol.checksum import crc64
 from immortal.protocol.decoding import DecodeError
@@ -203,7 +203,7 @@ class LocalFunction:
             annotation = resolve_hints(function).get("return", Any)
         except (NameError, TypeError):  # of local names, or of an object that is no function
             annotation = Any
-        self._form = form_of(annotation) if may_hold_untyped(annotation) else None
+        self._form = form_to_send(annotation)
         self.decode_result = ValueDecoder(annotation).decode
 
     def call(self, instance: Any, *arguments: Any) -> Any:

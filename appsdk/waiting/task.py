@@ -80,11 +80,11 @@ class _Alarm(Timer):
 
 def _explained(error: BaseException) -> BaseException:
     """Return ``error``, or a clearer one for asyncio.gather([a, b])."""
-    trace = error.__traceback__
+    trace = error.__traceback__ if isinstance(error, TypeError) else None
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     code = None if trace is None else trace.tb_frame.f_code
-    if not isinstance(error, TypeError) or code is None or (code.co_name, code.co_filename) != _GATHER:
+    if code is None or (code.co_name, code.co_filename) != _GATHER:
         return error
     text = "asyncio.gather takes each awaitable as an argument of its own, and no list: asyncio.gather(*[...])"
     return TypeError(f"{text} ({error})").with_traceback(error.__traceback__)

@@ -193,7 +193,7 @@ class TaskHandler:
         task, target = self._task, self._target
         if not task.is_silent:
             arguments = *self._front, *arguments
-            if target.codec.may_hold_untyped:
+            if target.codec.needs_forms:
                 codec = target.codec
                 arguments, keywords = codec.apart(codec.exactly(codec.bind(arguments, keywords)))
             task.tasks.fork(target.destination, target.handler)(*arguments, **keywords)

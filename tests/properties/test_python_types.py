@@ -42,6 +42,14 @@ def dicts(
     return st.lists(st.tuples(keys, values), max_size=4).map(lambda pairs: make(dict(pairs)))
 
 
+def moved(contents: dict[Any, Any]) -> OrderedDict[Any, Any]:
+    """Its order is not that in which a plain dict would have its keys."""
+    made = OrderedDict(contents)
+    if made:
+        made.move_to_end(next(iter(made)))
+    return made
+
+
 ANYTHING = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
@@ -50,7 +58,7 @@ ANYTHING = st.recursive(
         st.frozensets(KEYS, max_size=3),
         deques(inner),
         dicts(KEYS, inner),
-        dicts(KEYS, inner, OrderedDict),
+        dicts(KEYS, inner, moved),
         dicts(KEYS, inner, Counter),
     ),
     max_leaves=8,
@@ -74,7 +82,11 @@ CASES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
         defaultdict[str, deque[int]],
         dicts(TEXTS, deques(INTEGERS), partial(defaultdict, deque)),
     ),
-    "OrderedDict": (OrderedDict[int, Any], dicts(INTEGERS, ANYTHING, OrderedDict)),
+    "OrderedDict": (OrderedDict[int, Any], dicts(INTEGERS, ANYTHING, moved)),
+    "nested OrderedDict": (
+        dict[str, OrderedDict[int, OrderedDict[str, int]]],
+        dicts(TEXTS, dicts(INTEGERS, dicts(TEXTS, INTEGERS, moved), moved)),
+    ),
     "Counter": (Counter[Any], dicts(KEYS, INTEGERS, Counter)),
     "complex": (list[complex], st.lists(COMPLEX, max_size=3)),
     "range": (range, RANGES),

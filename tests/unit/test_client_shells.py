@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from immortal.appsdk.client.errors import ClientClosed
+from immortal.appsdk.client.errors import ClientClosed, ClientError
 from immortal.appsdk.client.shells import LoopShell, ThreadShell, WatchedSockets
 
 
@@ -51,6 +51,24 @@ class Breaking:
 
     def value(self, ask: Any) -> None:
         raise ClientClosed("it broke")
+
+
+def test_a_call_in_a_signal_handler_or_del_that_interrupts_another_says_so_at_once() -> None:
+    shell = ThreadShell(Machine, "it")
+
+    class Interrupted(Breaking):
+        def begin(self, machine: Machine, done: Callable[[], None]) -> None:
+            for interrupts in (lambda: shell.ask(Breaking()), lambda: shell.post(lambda machine: None)):
+                with pytest.raises(ClientError, match="a signal handler or a __del__ has interrupted a call"):
+                    interrupts()
+            done()
+
+        def value(self, ask: Any) -> None:
+            pass
+
+    shell.ask(Interrupted())
+    shell.ask(Interrupted())
+    shell.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

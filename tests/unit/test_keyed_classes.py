@@ -42,9 +42,10 @@ class RefusalError(Exception):
 class Cart(Immortal, keyed=str):
     items: dict[str, int]
     count: int = 0
+    label: str = "cart"
 
     def __init__(self) -> None:
-        self.items = {}
+        self.items, self.label = {}, "its own"
 
     @rpc(raises=[RefusalError])
     def add(self, item: str, n: int = 1, *, then: str = "") -> int:
@@ -86,6 +87,7 @@ class Cart(Immortal, keyed=str):
 
     @rpc
     def unannotated(self) -> None:
+        del self.label  # as many attributes as before
         self.extra = 1
 
     @rpc(limit=1)
@@ -411,6 +413,7 @@ def test_an_upgrade_is_of_each_key(env: Environment) -> None:
 def test_attributes_that_are_gone_or_new_are_not_lost_silently(env: Environment) -> None:
     class Fewer(Immortal, keyed=str, formerly=("Cart",)):
         items: dict[str, int]
+        label: str
 
     class More(Cart, formerly=("Cart",)):
         size: int

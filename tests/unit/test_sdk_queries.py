@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ class Shop(Immortal):
     items: dict[str, list[int]]
     count: int
     kind: str = "shop"
+    recent: OrderedDict[str, int]
     cache: Transient[dict[str, int]]
 
     def __init__(self) -> None:
         self.items = {"pen": [1, 2]}
         self.count = 2
+        self.recent = OrderedDict(pen=1, ink=2)
 
     def prepare(self) -> None:
         self.cache = {}
@@ -81,6 +84,8 @@ class Shop(Immortal):
                 del self.count
             case "append":
                 self.items["pen"].append(3)
+            case "move":
+                self.recent.move_to_end("pen")
             case "another handler":
                 self.put("pen", 3)
             case "append and raise":
@@ -129,6 +134,7 @@ CHANGES = {
     "set a default": "self.kind",
     "delete": "self.count",
     "append": "self.items",
+    "move": "self.recent",
     "another handler": "self.count",
     "append and raise": "self.items",
     "append and raise what is declared": "self.items",

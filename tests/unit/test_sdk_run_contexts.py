@@ -7,6 +7,7 @@ import contextvars
 import decimal
 import gc
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,7 +19,7 @@ import pytest
 import structlog
 
 import immortal
-from immortal import Immortal, impulse, query, rpc
+from immortal import CalleeFailed, Immortal, impulse, query, rpc
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.user_code import RunContexts, inherited_context
 from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest
@@ -346,6 +347,89 @@ def test_opentelemetrys_context_is_one_of_them(env: Environment) -> None:
     assert traced.call(Traced.look) == "None"
     kill(traced)
     assert one.result() == ["one"]
+
+
+class Drawer(Immortal, keyed=str):
+    begun: str
+
+    def __init__(self) -> None:
+        self.begun = seen()
+        change("init")
+
+    @rpc
+    def look(self) -> list[str]:
+        return [self.begun, seen()]
+
+    @rpc
+    async def wait(self, name: str) -> list[str]:
+        found = [self.begun, seen()]
+        change(name)
+        await immortal.sleep(timedelta(seconds=1))
+        return [*found, seen()]
+
+
+def test_what_init_of_a_key_changes_is_seen_by_itself_alone(env: Environment) -> None:
+    drawers = env.start(Drawer, "drawers")
+    assert drawers["one"].call(Drawer.look) == [CLEAN] * 2
+    assert drawers["two"].call(Drawer.wait, "it") == [CLEAN, CLEAN, changed("it")]
+
+
+class Careful(Immortal):
+    """Each of its runs notes which exception is being handled where it begins: none."""
+
+    handled: list[str]
+    large: dict[str, list[Any]]
+
+    def __init__(self) -> None:
+        self.handled, self.large = [], {"texts": ["text" * 10] * 200}
+
+    @rpc
+    def note(self) -> None:
+        try:
+            raise KeyError("its own")
+        except KeyError as error:
+            self.handled.append(f"{error.__context__!r}")
+
+    @rpc
+    def fail(self) -> None:
+        raise ValueError("undone")
+
+    @impulse
+    def spoil(self) -> None:
+        self.large["texts"][0] = object()
+
+    @rpc(on_error="keep")
+    def wake(self) -> None:
+        immortal.signal("woken")
+        raise ValueError("kept")
+
+    @rpc
+    async def wait(self) -> str:
+        await immortal.event("woken")
+        await immortal.step(self.note)
+        try:
+            await immortal.step(self.fail)
+        except CalleeFailed as error:
+            return f"{error.message} {sys.exc_info()[0]} {error.__context__!r}"
+        return ""
+
+
+def test_no_run_sees_an_exception_that_others_are_handled_for(env: Environment) -> None:
+    careful = env.start(Careful, "careful")
+    careful.call(Careful.note)
+    with pytest.raises(CalleeFailed, match="undone"):
+        careful.call(Careful.fail)  # what was before runs again
+    waiting = careful.begin(Careful.wait)
+    env.run()
+    with pytest.raises(CalleeFailed, match="kept"):
+        careful.call(Careful.wake)
+    assert waiting.result() == "undone <class 'immortal.appsdk.errors.CalleeFailed'> None"
+    careful.send(Careful.note)
+    careful.send(Careful.spoil)
+    env.run()
+    careful.checkpoint()  # which finds that, and lets all others run again
+    assert careful.state.handled == ["None"] * 3
+    assert [letter.type_name for letter in careful.dead_letters] == ["StateError"]
 
 
 # --- beside the handlers ----------------------------------------------------------------------------------------------

@@ -42,6 +42,17 @@ class OwnError(BaseException):
     pass
 
 
+class AwkwardError(Exception):
+    """Its class fails wherever somebody describes one."""
+
+    def _fail(self, *given: object) -> Any:
+        raise RuntimeError("awkward")
+
+    __str__ = __repr__ = __eq__ = _fail
+    __hash__ = None  # type: ignore[assignment]
+    args = __traceback__ = __cause__ = __context__ = __notes__ = property(_fail)  # type: ignore[assignment]
+
+
 KINDS = ["SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError", "OwnError", "ValueError"]
 
 
@@ -53,6 +64,7 @@ def throw(kind: str) -> None:
         "GeneratorExit": GeneratorExit,
         "CancelledError": asyncio.CancelledError,
         "OwnError": OwnError,
+        "AwkwardError": AwkwardError,
         "ValueError": ValueError,
     }[kind]("enough")
 
@@ -177,6 +189,18 @@ def test_a_call_fails_alone(desk: Any, handler: Any, kind: str) -> None:
     desk.crash()
     desk.recover()
     assert desk.call(Desk.count) == 2
+
+
+@pytest.mark.parametrize("handler", CALLS, ids=[handler.name for handler in CALLS])
+def test_so_does_one_that_raises_what_nobody_can_describe(desk: Any, handler: Any) -> None:
+    with pytest.raises(CalleeFailed) as caught:
+        desk.call(handler, "AwkwardError")
+    assert (caught.value.type_name, caught.value.message) == ("AwkwardError", "its str() raises RuntimeError")
+    assert desk.call(Desk.fail_in_a_step, "AwkwardError") == "AwkwardError"
+    assert desk.call(Desk.fail_in_an_effect, "AwkwardError") == ("AwkwardError", 2)
+    desk.crash()
+    desk.recover()
+    assert desk.call(Desk.count) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from immortal import Immortal, Retry, Transient, Winner
+import immortal
+from immortal import Handle, Immortal, Node, Retry, Transient, Winner, rpc
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
 from immortal.errors import StateError
+from immortal.testing import Environment
 
 
 @dataclass
@@ -108,6 +110,40 @@ def test_inherited_attributes_are_state_too() -> None:
         encode(vault)
     vault.keys = {"a"}
     assert restore(Vault, encode(vault)).keys == {"a"}
+
+
+class Leaf(Node):
+    marks: list[int] = []  # noqa: RUF012
+
+    @rpc
+    def mark(self) -> list[int]:
+        self.marks.append(1)
+        return self.marks
+
+
+class Branch(Immortal, nodes=(Leaf,)):
+    leaves: list[Handle[Leaf]] = []  # noqa: RUF012
+    known: dict[str, list[int]] = {}  # noqa: RUF012
+
+    @rpc
+    def grow(self) -> tuple[int, list[int]]:
+        self.leaves.append(immortal.create_node(Leaf))
+        self.known.setdefault("numbers", []).append(1)
+        return len(self.leaves), self.known["numbers"]
+
+    @rpc
+    async def mark(self) -> list[list[int]]:
+        return [await leaf.mark() for leaf in self.leaves]
+
+
+def test_each_instance_and_node_has_its_own_copy_of_a_default() -> None:
+    for _ in range(2):
+        with Environment() as env:
+            for branch in (env.start(Branch, "one"), env.start(Branch, "two")):
+                assert branch.call(Branch.grow) == (1, [1])
+                assert branch.call(Branch.grow) == (2, [1, 1])
+                assert branch.call(Branch.mark) == [[1], [1]]
+    assert (Branch.leaves, Branch.known, Leaf.marks) == ([], {}, [])
 
 
 def test_an_attribute_that_is_not_annotated_would_be_lost() -> None:

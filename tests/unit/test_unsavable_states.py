@@ -129,6 +129,7 @@ class Shop(Immortal):
     counts: list[Counts]
     pair: tuple[int, str]
     unique: set[int]
+    label: str = "of the class"
 
     def __init__(self) -> None:
         self.number, self.ratio, self.text, self.maybe, self.kind = 0, 0.0, "", None, "a"
@@ -136,6 +137,7 @@ class Shop(Immortal):
         self.facts, self.numbers, self.ratios, self.by_size = {}, [], [], {}
         self.orders, self.moments, self.place, self.row = {"eu": [Item("a"), Item("b")]}, [], Place(1), {"number": 1}
         self.part, self.hidden, self.counts, self.pair, self.unique = Part(1), [], [], (1, "a"), set()
+        self.label = "its own"
 
     @rpc
     def change(self, case: str) -> None:
@@ -166,6 +168,11 @@ def sets(name: str, value: Any) -> Callable[[Any], None]:
 
 def price_of_second(shop: Any) -> None:
     shop.orders["eu"][1].price = Colour.RED
+
+
+def swaps(shop: Any) -> None:
+    del shop.label
+    shop.other = 1
 
 
 def removes(shop: Any) -> None:
@@ -244,6 +251,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a deleted field": (lambda shop: delattr(shop.orders["eu"][0], "name"), r"'orders' \['eu'\]\[0\]"),
     "a key of no type": (lambda shop: shop.facts.update({Item: 1}), "'facts' key <class"),
     "not annotated": (sets("other", 1), "'other' is set but not annotated"),
+    "not annotated, in another's place": (swaps, "'other' is set but not annotated"),
     "removed": (removes, "'number' is annotated but not set"),
 }
 
