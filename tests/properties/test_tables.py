@@ -20,6 +20,7 @@ from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.state import table_rows
 from immortal.appsdk.state.schema import copied_envelope
 from immortal.appsdk.state.table_rows import key_form
+from tests.helpers.effort import effort
 
 Number = NewType("Number", int)
 
@@ -51,7 +52,7 @@ KEYS: dict[Any, st.SearchStrategy[Any]] = {
 
 @pytest.mark.parametrize("annotation", KEYS, ids=str)
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=effort(25))
 def test_keys_sort_as_their_values_and_come_back(annotation: Any, data: st.DataObject) -> None:
     form = key_form(annotation)
     values = data.draw(st.lists(KEYS[annotation], min_size=2, max_size=8))
@@ -64,7 +65,7 @@ def test_keys_sort_as_their_values_and_come_back(annotation: Any, data: st.DataO
 
 
 @given(one=st.datetimes(timezones=st.timezones()), other=st.datetimes(timezones=st.timezones()))
-@settings(max_examples=40)
+@settings(max_examples=effort(15))
 def test_aware_datetimes_sort_by_the_moment(one: datetime, other: datetime) -> None:
     form = key_form(datetime)
     try:
@@ -201,7 +202,7 @@ class TableMachine(RuleBasedStateMachine):
         assert size_bytes == sum(map(len, pieces))
 
 
-TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+TableMachine.TestCase.settings = settings(max_examples=effort(25), stateful_step_count=30)
 TestTable = TableMachine.TestCase
 
 
