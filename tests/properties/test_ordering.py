@@ -32,9 +32,7 @@ def test_the_order_holds_and_crashes_change_nothing(script: Script, random: obje
         assert steps == crashing.steps()
         step = random.choice(steps)  # type: ignore[attr-defined]
         world.do(step)
-        if count % crash_each == 0:
-            crashing = crashing.fork()
-        crashing.do(step)
+        crashing = crashing.after(step, crashes=count % crash_each == 0)
         count += 1
     world.check_end()
     crashing.check_end()
