@@ -17,7 +17,7 @@ from hypothesis import settings
 from immortal.coordinator.instances.registry import PORTS_VARIABLE
 from immortal.protocol import compiled
 from tests.helpers import fork_server, kinds
-from tests.helpers.effort import EFFORT
+from tests.helpers.effort import EFFORT, effort
 from tests.helpers.memory import in_memory
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tests.helpers.side_by_side import Room
 
 
+EXAMPLES = 40  # of Hypothesis, where a test does not say how many
 CLUSTER_TIMEOUT_S = 600  # Spark on a slow and busy machine
 ROOM_FOLDER = pytest.StashKey[str]()
 ROOM: pytest.StashKey[Room] = pytest.StashKey()
@@ -44,9 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as such a shell leaves it, and as children would have it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # How long one example takes, is up to the others.
-    settings.register_profile("shared machine", deadline=None)
-    settings.register_profile("quick", deadline=None, max_examples=25)
-    settings.load_profile("quick" if _left_out(config) else "shared machine")
+    settings.register_profile("shared machine", deadline=None, max_examples=effort(EXAMPLES))
+    settings.load_profile("shared machine")
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         fork_server.start()
     if hasattr(config, "workerinput"):

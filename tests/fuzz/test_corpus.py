@@ -19,6 +19,7 @@ from immortal.protocol.varint import encode_zigzag
 from tests.fuzz.run import CORPUS, corpus_of
 from tests.fuzz.seeds import ENVELOPES, FRAMES, FROM_APP, SEEDS, TO_APP
 from tests.fuzz.targets import TARGETS, read_all, with_check
+from tests.helpers.effort import effort
 
 NAMES = tuple(TARGETS)
 SLOW = {"peers", "app", "clients", "session"}  # a whole instance each time
@@ -66,7 +67,9 @@ def mutations(draw: st.DrawFn, seeds: tuple[bytes, ...]) -> bytes:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mutated_inputs(name: str) -> None:
-    @settings(max_examples=60 if name in SLOW else 300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(
+        max_examples=effort(25 if name in SLOW else 100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     @given(mutations(SEEDS[name]))
     def run(data: bytes) -> None:
         TARGETS[name](data)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,22 @@ class ChartError(Exception):
 
 def render(values: Object, *, release: str = "counter", namespace: str = "shop") -> list[Object]:
     """Return the objects of the chart, which must pass Helm's lint. Raises ChartError."""
-    given = json.dumps([str(CHART), values, {"name": release, "namespace": namespace}])
+    texts = _rendered(json.dumps([str(CHART), values, {"name": release, "namespace": namespace}]))
+    manifests = (text for path, text in texts.items() if path.endswith(".yaml"))
+    return [one for text in manifests for one in yaml.safe_load_all(text) if one is not None]
+
+
+@cache
+def _rendered(given: str) -> dict[str, str]:
     done = subprocess.run([sys.executable, "-c", _HELM], input=given, capture_output=True, text=True, timeout=WAIT_S)
     if done.returncode:
         raise ChartError(done.stderr)
+    texts: dict[str, str]
     texts, report = json.loads(done.stdout)
     found = [one["error"] for one in report["messages"] if one["severity"] > 1] + report["errors"]
     if found:
         raise ChartError(str(found))
-    manifests = (text for path, text in texts.items() if path.endswith(".yaml"))
-    return [one for text in manifests for one in yaml.safe_load_all(text) if one is not None]
+    return texts
 
 
 def of_kind(objects: list[Object], kind: str) -> Object:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Self
 
 from immortal.appsdk.ordering.groups import Ready
 from immortal.appsdk.ordering.machine import Ordering
@@ -42,14 +43,14 @@ class ExpellingWorld(World):
         found = [one for one in super().steps() if DEAD not in one]
         return found or [("back", DEAD, "")]
 
-    def do(self, step: Step) -> None:
+    def take(self, step: Step) -> None:
         if step[0] == "crash":
             self.down = self.was_down = True
         elif step[0] == "back":
             self.check_without()
             self.down = False
         else:
-            super().do(step)
+            super().take(step)
 
     def send(self, name: str, op: Op, label: str) -> None:
         if op.kind == "expel":
@@ -145,13 +146,8 @@ class ExpellingWorld(World):
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
-    def fork(self) -> ExpellingWorld:
-        plain = super().fork()
-        other = ExpellingWorld.__new__(ExpellingWorld)
-        vars(other).update(vars(plain))
-        for name, machine in other.machines.items():
-            other.join(name, machine, other.sending[name].waiting)  # its output goes to the copy
-        other.down, other.was_down = self.down, self.was_down
+    def fork(self) -> Self:
+        other = super().fork()
         other.changes = dict(self.changes)
         return other
 
@@ -163,8 +159,7 @@ def walk(script: Script, random: Random, make: type[Ordering] = Ordering, *, lat
     """Run one interleaving; each step starts from a checkpoint. Raises ViolationError."""
     world = ExpellingWorld(script, make, lates_left=lates)
     while steps := [one for one in world.steps() if one[0] != "crash" or random.random() < CRASH_CHANCE]:
-        world = world.fork()
-        world.do(random.choice(steps))
+        world = world.after(random.choice(steps))
     world.check_end()
 
 
@@ -174,7 +169,7 @@ def explore_expelling(
     """Explore as :func:`tests.helpers.ordering_world.explore`. ``first_of``: its messages are delivered first."""
     first = ExpellingWorld(script, make, lates_left=lates)
     while first_of and (steps := [one for one in first.steps() if first_of in one]):
-        first.do(steps[0])
+        first = first.after(steps[0])
     seen = {first.key()}
     stack = [first]
     ends = 0
@@ -186,8 +181,7 @@ def explore_expelling(
             ends += 1
             continue
         for step in steps:
-            other = world.fork()
-            other.do(step)
+            other = world.after(step)
             key = other.key()
             if key not in seen:
                 seen.add(key)

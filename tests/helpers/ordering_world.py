@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Self
 
 import msgspec
 
@@ -50,6 +51,10 @@ class Message:
 
     to: tuple[str, ...]
     before: frozenset[str]
+    known: list[str] = field(init=False)  # the same, in order
+
+    def __post_init__(self) -> None:
+        self.known = sorted(self.before)
 
 
 @dataclass
@@ -65,11 +70,13 @@ class World:
     visible: set[str] = field(default_factory=set)
     messages: dict[str, Message] = field(default_factory=dict)
     lates_left: int = 0  # how often a run that delays others can be postponed, at any time
+    saved: dict[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = {one for ops in self.script.values() for op in ops for one in op.destinations} | self.script.keys()
         for name in sorted(names):
             self.join(name, self.make(name))
+            self.save(name)
             self.done.setdefault(name, 0)
             self.delivered.setdefault(name, [])
 
@@ -95,6 +102,10 @@ class World:
         return None
 
     def do(self, step: Step) -> None:
+        self.take(step)
+        self.save(_who_acts(step))
+
+    def take(self, step: Step) -> None:
         kind, one, other = step
         if kind == "late":
             machine = self.machines[one]
@@ -181,7 +192,7 @@ class World:
             mine = self.delivered[name]
             if label in mine:
                 raise ViolationError(f"{name} gets {label} twice")
-            for earlier in sorted(self.messages[label].before):
+            for earlier in self.messages[label].known:
                 if name in self.receivers(earlier) and earlier not in mine:
                     raise ViolationError(
                         f"causality: {name} gets {label} before {earlier}, which was visible before it"
@@ -231,46 +242,59 @@ class World:
         for one in list(behind):
             visit(one)
 
-    # --- copies: each is also a crash, since all instances are restored from their checkpoints ------------------------
+    # --- copies -------------------------------------------------------------------------------------------------------
 
-    def fork(self) -> World:
-        other = World.__new__(World)
-        other.script, other.make, other.machines, other.sending = self.script, self.make, {}, {}
-        for name, machine in self.machines.items():
-            waiting = _decode_waiting(msgspec.msgpack.encode(self.sending[name].waiting))
-            other.join(name, self.make(name, restored(machine)), waiting)
+    def after(self, step: Step, *, crashes: bool = True) -> Self:
+        """Return a copy that has done ``step``, in which one instance acts: it is restored from its checkpoint.
+
+        Without ``crashes`` it is not, and this world is of no use any more.
+        """
+        other = self.fork()
+        name = _who_acts(step)
+        machine, waiting = self.machines[name], self.sending[name].waiting
+        if crashes:
+            state, waiting = _decode(self.saved[name])
+            machine = self.make(name, state)
+        other.join(name, machine, waiting)
+        other.do(step)
+        return other
+
+    def fork(self) -> Self:
+        """Return a copy. Both have the same instances, of which none may act in either."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other.machines, other.sending, other.saved = dict(self.machines), dict(self.sending), dict(self.saved)
         other.run_labels = dict(self.run_labels)
         other.channels = {way: list(queue) for way, queue in self.channels.items()}
         other.done = dict(self.done)
         other.delivered = {name: list(seen) for name, seen in self.delivered.items()}
         other.visible = set(self.visible)
         other.messages = dict(self.messages)
-        other.lates_left = self.lates_left
         return other
+
+    def save(self, name: str) -> None:
+        self.saved[name] = msgspec.msgpack.encode((self.machines[name].save(), self.sending[name].waiting))
 
     def key(self) -> bytes:
         text = msgspec.msgpack.encode(
             (
-                [one.save() for one in self.machines.values()],
+                list(self.saved.values()),
                 [(way, [str(each) for each in queue]) for way, queue in sorted(self.channels.items()) if queue],
                 list(self.done.values()),
-                [one.waiting for one in self.sending.values()],
                 list(self.delivered.values()),
                 sorted(self.visible),
                 self.lates_left,
-                sorted((label, sorted(one.before)) for label, one in self.messages.items()),
+                sorted((label, one.known) for label, one in self.messages.items()),
             )
         )
         return hashlib.blake2b(text, digest_size=16).digest()
 
 
-_decode_waiting = msgspec.msgpack.Decoder(list[Run | Held]).decode
-_decode_state = msgspec.msgpack.Decoder(State).decode
+def _who_acts(step: Step) -> str:
+    return step[2] or step[1]
 
 
-def restored(machine: Ordering) -> State:
-    """Return the state of a machine after a crash, from its checkpoint."""
-    return _decode_state(msgspec.msgpack.encode(machine.save()))
+_decode = msgspec.msgpack.Decoder(tuple[State, list[Run | Held]]).decode
 
 
 def explore(
@@ -292,8 +316,7 @@ def explore(
             world.check_end()
             ends += 1
         for step in steps:
-            other = world.fork()
-            other.do(step)
+            other = world.after(step)
             key = other.key()
             if key not in seen:
                 seen.add(key)

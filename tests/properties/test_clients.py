@@ -11,6 +11,7 @@ from immortal.appsdk.client.session import REQUEST_ACCEPTED, Call, Question
 from immortal.coordinator.core.limits import Limits
 from immortal.protocol.client_frames import Reply
 from tests.helpers.clients import World, is_conflict, value_of
+from tests.helpers.effort import effort
 
 METHODS = ("add", "add", "refuse", "add_later")
 TINY = Limits(
@@ -73,7 +74,9 @@ def play(world: World, moves: list[tuple[int, int]]) -> tuple[list[Call], dict[i
     return calls, keyed, tokens
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=effort(60), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(MOVES)
 def test_each_request_is_done_once(moves: list[tuple[int, int]]) -> None:
     world = World()
@@ -108,7 +111,9 @@ def test_each_request_is_done_once(moves: list[tuple[int, int]]) -> None:
     assert world.entries == [*entries, 9999]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=effort(120), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(MOVES)
 def test_what_a_query_shows_no_crash_takes_back(moves: list[tuple[int, int]]) -> None:
     """And it shows all that clients have had replies of. The state only grows, so each answer is a beginning of it."""
@@ -125,7 +130,9 @@ def test_what_a_query_shows_no_crash_takes_back(moves: list[tuple[int, int]]) ->
     assert all(one == shown[-1][: len(one)] for one in shown)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=effort(20), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(MOVES)
 def test_a_call_that_counts_as_started_survives_a_crash_of_all(moves: list[tuple[int, int]]) -> None:
     world = World()
@@ -153,7 +160,9 @@ def test_a_call_that_counts_as_started_survives_a_crash_of_all(moves: list[tuple
     assert 7777 in world.entries
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=effort(60), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(MOVES)
 def test_beyond_all_windows_none_is_done_twice(moves: list[tuple[int, int]]) -> None:
     world = World(TINY)

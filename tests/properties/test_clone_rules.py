@@ -19,6 +19,7 @@ from immortal.appsdk.patterns.clone.model import ENTITLED, Entitlement, Entries,
 from immortal.appsdk.patterns.clone.model import encode as encode_value
 from immortal.appsdk.patterns.clone.publication import Publication
 from immortal.appsdk.patterns.clone.subscriber import News, Options, Replica
+from tests.helpers.effort import effort
 
 KEYS = ["a", "a/b", "a/b/c", "ab", "b", "b/c"]
 SUBTREES = ["", "a", "a/b", "b"]
@@ -194,7 +195,7 @@ STEPS = ["change"] * 4 + ["burst"] * 3 + ["flush"] * 6 + ["read"] * 8 + ["cut", 
 
 
 @given(st.integers(0, 2**32), st.booleans())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=effort(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_copy_is_the_table_at_its_number_whatever_happens(seed: int, has_rights: bool) -> None:
     random = Random(seed)
     world = World()

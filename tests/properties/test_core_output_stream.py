@@ -20,6 +20,7 @@ from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.batch import check_batch
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import decode_messages, encode_incoming_rpc
+from tests.helpers.effort import effort
 
 LIMITS = Limits(
     peer_window_bytes=200,
@@ -280,7 +281,7 @@ class OutputStreamMachine(RuleBasedStateMachine):
         assert not self.store.summary().spilled
 
 
-OutputStreamMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+OutputStreamMachine.TestCase.settings = settings(max_examples=effort(50), stateful_step_count=40, deadline=None)
 TestOutputStream = OutputStreamMachine.TestCase
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import immortal
 from immortal import Immortal, impulse, rpc
+from tests.helpers.effort import effort
 from tests.helpers.listed import Listed
 from tests.helpers.memory import in_memory
 
@@ -61,7 +62,7 @@ _moves = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=effort(15), deadline=None)
 @given(moves=_moves)
 @example(moves=["serve", "crash", ("well", 0), "book"])
 def test_the_list_is_what_was_done(moves: list[Any]) -> None:

@@ -192,7 +192,7 @@ def settle(env: Environment, instances: list[Instance[Any]]) -> None:
     env.run()
 
 
-@settings(deadline=None, max_examples=effort(60))
+@settings(deadline=None, max_examples=effort(25))
 @given(steps=st.lists(actions, max_size=8), order=st.one_of(st.none(), st.integers(0, 99)), crash=crashes)
 def test_whatever_is_called_it_goes_on_and_failed_calls_never_happened(
     steps: list[Any], order: int | None, crash: CrashPlan

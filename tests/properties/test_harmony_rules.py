@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from immortal.appsdk.patterns.harmony.batch import Ranges, Response, Run, results
 from immortal.appsdk.patterns.harmony.cluster import Dispatch
 from immortal.appsdk.patterns.harmony.collector import CollectedBatch, KeptResults
+from tests.helpers.effort import effort
 
 NUMBERS = st.integers(0, 60)
 SILENCE_S, DEATHS_MAX, STEP_NS = 3.0, 3, 1_000_000_000
@@ -155,4 +156,6 @@ class Pipeline(RuleBasedStateMachine):
 
 
 def test_each_result_once_whatever_happens() -> None:
-    run_state_machine_as_test(Pipeline, settings=settings(max_examples=60, stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(
+        Pipeline, settings=settings(max_examples=effort(25), stateful_step_count=60, deadline=None)
+    )

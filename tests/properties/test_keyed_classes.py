@@ -73,7 +73,7 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=effort(15), deadline=None)
+@settings(max_examples=effort(7), deadline=None)
 @given(shards=st.sampled_from([1, 3]), steps=st.lists(STEP, max_size=25))
 def test_each_key_has_its_books(shards: int, steps: list[tuple[str, str, str]]) -> None:
     model = Model()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, structure_problems
 from immortal.coordinator.log.backends.lmdb.pages import check_pages
+from tests.helpers.effort import effort
 
 SIZES = (8, 100, 2000, 5000, 1 << 16, 1 << 20)
 
@@ -46,7 +47,7 @@ def write(
         transaction.put(key, bytes(draw.randint(1, size_bytes)), db=table)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=effort(12), deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_all_that_lmdb_writes_is_accepted(seed: int) -> None:
     draw = random.Random(seed)

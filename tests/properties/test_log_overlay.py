@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from immortal.coordinator.log.backends.lmdb.environment import open_environment
 from immortal.coordinator.log.backends.lmdb.tables import JournalRows, make_tables, view_of
 from immortal.protocol.varint import Readable
+from tests.helpers.effort import effort
 from tests.helpers.memory import in_memory
 
 KEYS = st.integers(0, 12).map(lambda number: b"%02d" % number)
@@ -22,7 +23,7 @@ def read(rows: Iterable[tuple[Readable, Readable]]) -> list[tuple[bytes, bytes]]
     return [(bytes(key), bytes(value)) for key, value in rows]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(25), deadline=None)
 @given(st.dictionaries(KEYS, st.just(b"table")), st.dictionaries(KEYS, st.just(b"journal")))
 def test_as_if_the_rows_were_in_the_table(below: dict[bytes, bytes], above: dict[bytes, bytes]) -> None:
     rows: JournalRows = {("peers", key): value for key, value in above.items()} | {("meta", b"05"): b"elsewhere"}

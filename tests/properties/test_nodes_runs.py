@@ -12,7 +12,7 @@ from immortal.appsdk.nodes.reference_counts import Grant, Holder, Key, Owner
 from tests.helpers.effort import effort
 from tests.helpers.nodes_runs import PASSING, BrokenHandlesError, run_seed
 
-SEEDS = effort(20)
+SEEDS = effort(8)
 SEEDS_MAX = 300  # within which each planted bug is found
 
 

@@ -19,7 +19,7 @@ from tests.helpers import causal_runs
 from tests.helpers.effort import effort
 from tests.helpers.ordering_runs import BrokenOrderError, run_seed
 
-SEEDS = effort(25)
+SEEDS = effort(10)
 CAUSAL_SEEDS = 10
 SEEDS_MAX = 1000  # within which each planted bug is found
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.effort import effort
 from tests.helpers.fleet import (
     STREAM_FAULTS,
     Found,
@@ -23,7 +24,7 @@ from tests.helpers.memory import in_memory
 
 
 @given(seed=st.integers(0, 10**6), services=st.integers(1, 5), faults=st.integers(0, 12))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=effort(12), deadline=None)
 def test_it_finds_what_the_oracle_finds(seed: int, services: int, faults: int) -> None:
     """Faults may fall together here: what hides another one hides it from both."""
     rng = random.Random(seed)
@@ -42,7 +43,7 @@ def test_it_finds_what_the_oracle_finds(seed: int, services: int, faults: int) -
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=effort(5), deadline=None)
 def test_it_finds_every_planted_fault_and_nothing_else(seed: int) -> None:
     """Each fault in a stream of its own: none hides another."""
     rng = random.Random(seed)
@@ -63,7 +64,7 @@ def test_it_finds_every_planted_fault_and_nothing_else(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 10**6), services=st.integers(1, 8), batch=st.integers(1, 30))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=effort(7), deadline=None)
 def test_a_sound_fleet_is_sound_to_the_nanosecond(seed: int, services: int, batch: int) -> None:
     plan = plan_fleet(services, messages=500, seed=seed, batch_messages_max=batch)
     with tempfile.TemporaryDirectory(dir=in_memory()) as folder:

@@ -94,7 +94,7 @@ def shown(table: str, values: Values, *, check: bool = True, columns: Sequence[s
     return found
 
 
-@settings(max_examples=effort(50))
+@settings(max_examples=effort(20))
 @given(specs=logs(), check=st.booleans())
 def test_each_table_shows_what_was_logged(specs: list[RecordSpec], check: bool) -> None:
     values = values_of([spec.sequence_id for spec in specs], [spec.value() for spec in specs])
@@ -111,7 +111,7 @@ def test_a_part_of_the_columns_is_that_part(specs: list[RecordSpec], columns: li
     assert shown("messages", values, columns=columns) == [{name: row[name] for name in columns} for row in whole]
 
 
-@settings(max_examples=effort(50))
+@settings(max_examples=effort(20))
 @given(specs=logs(), data=st.data())
 def test_a_changed_byte_makes_one_row_that_says_so(specs: list[RecordSpec], data: st.DataObject) -> None:
     damaged = data.draw(st.integers(0, len(specs) - 1))
@@ -150,7 +150,7 @@ def resealed(value: bytes, size_bytes: int) -> bytes:
     return bytes(record) + body + crc64(body, crc64(check.to_bytes(8, "little"))).to_bytes(8, "little")
 
 
-@settings(max_examples=effort(50))
+@settings(max_examples=effort(20))
 @given(specs=logs(), data=st.data(), check=st.booleans())
 def test_nonsense_with_right_checks_is_a_row_too(specs: list[RecordSpec], data: st.DataObject, check: bool) -> None:
     """A wrong writer, or with check=false anything at all: rows or reasons, never an exception, and the others stay."""
@@ -174,7 +174,7 @@ def test_nonsense_with_right_checks_is_a_row_too(specs: list[RecordSpec], data: 
         shown(table, values, check=check)
 
 
-@settings(max_examples=effort(50))
+@settings(max_examples=effort(20))
 @given(specs=logs(), data=st.data())
 def test_the_quick_and_the_plain_way_agree(specs: list[RecordSpec], data: st.DataObject) -> None:
     """A record alone and among many takes different ways through the decoder."""

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from immortal.appsdk.patterns.pirate.pool import GiveUp, Ping, Policy, Pool, Send, State, Why
+from tests.helpers.effort import effort
 
 POLICY = Policy(tries=3, try_timeout_s=2.0, heartbeat_s=1.0, silence_s=2.5, removal_s=20.0)
 REQUESTS = 12
@@ -235,7 +236,7 @@ POOLS = {
 
 @pytest.mark.parametrize("pool", POOLS)
 @given(seed=st.integers(0, 2**32), loss=st.sampled_from([0.0, 0.1, 0.4]), deaths=st.sampled_from([0.01, 0.1, 0.5]))
-@settings(max_examples=30)
+@settings(max_examples=effort(10))
 def test_each_request_ends_and_is_done_once(pool: str, seed: int, loss: float, deaths: float) -> None:
     world = World(seed, POOLS[pool], loss, deaths)
     world.run()

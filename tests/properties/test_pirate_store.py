@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from immortal.appsdk.patterns.pirate.frames import Frame, Kind, StoreError
 from immortal.appsdk.patterns.pirate.store import REPLY_OVERHEAD_BYTES, Failure, Limits, ReplyStore, Rows
+from tests.helpers.effort import effort
 
 ROOMY = Limits()
 
@@ -197,7 +198,7 @@ CLIENTS = ("a", "b", "c", "d", "e", "f")
         max_size=60,
     )
 )
-@settings(max_examples=40)
+@settings(max_examples=effort(15))
 def test_within_its_limits(steps: list[tuple[str, str, int, int, int]]) -> None:
     """Nothing is done twice while its client is known, and never more is kept than is allowed."""
     done: set[tuple[str, str, int]] = set()

@@ -25,6 +25,7 @@ from immortal.appsdk.patterns.queue.model import (
 )
 from immortal.appsdk.patterns.queue.scheduler import Scheduler
 from immortal.appsdk.patterns.queue.tasks import rank_of
+from tests.helpers.effort import effort
 
 S = model.SECOND_NS
 FUNCTIONS = ["f", "g", "h"]
@@ -334,5 +335,5 @@ class AnyQueue(RuleBasedStateMachine):
         assert again.tasks._by_dedup == self.scheduler.tasks._by_dedup
 
 
-AnyQueue.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+AnyQueue.TestCase.settings = settings(max_examples=effort(40), stateful_step_count=40, deadline=None)
 TestAnyQueue = AnyQueue.TestCase

@@ -9,11 +9,12 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 
 from immortal.testing import sample_fleet
+from tests.helpers.effort import effort
 from tests.helpers.homes import states, write_home
 from tests.properties.test_what_if_fleet import NAMES, Fleet, Run, fleets, variant
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=effort(5), deadline=None, suppress_health_check=list(HealthCheck))
 @given(fleets())
 def test_all_inputs_give_the_states_of_the_fleet_and_some_give_logs_that_replay(fleet: Fleet) -> None:
     made, _, calls, events = fleet

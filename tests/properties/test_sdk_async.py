@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import immortal
 from immortal import EffectFailed, Immortal, impulse, peer, rpc
 from immortal.appsdk.effects.effect import EffectRequest
+from tests.helpers.effort import effort
 from tests.helpers.memory import in_memory
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 
@@ -236,7 +237,7 @@ def work_on(both: WaitingInstances, outside: Outside, down: set[str], index: int
     return True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=effort(15), deadline=None)
 @given(work=st.lists(programs, min_size=1, max_size=3), moves=moves)
 def test_programs_end_the_same_with_and_without_crashes(work: list[Program], moves: list[tuple[str, Any]]) -> None:
     with tempfile.TemporaryDirectory(dir=in_memory()) as folder:

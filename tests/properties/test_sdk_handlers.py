@@ -15,6 +15,7 @@ import immortal
 from immortal import CallCancelled, Cancelled, Immortal, impulse, peer, rpc
 from immortal.coordinator.core import events as ev
 from immortal.protocol.system_methods import Order
+from tests.helpers.effort import effort
 from tests.helpers.memory import in_memory
 from tests.helpers.waiting import WaitingInstances
 
@@ -85,7 +86,7 @@ def waiting(both: WaitingInstances, name: str) -> list[dict[str, Any]]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=effort(15), deadline=None)
 @given(kinds=st.lists(st.integers(0, 3), min_size=1, max_size=HANDLERS_COUNT), moves=moves)
 def test_each_order_is_obeyed_once(kinds: list[int], moves: list[tuple[str, Any]]) -> None:
     with tempfile.TemporaryDirectory(dir=in_memory()) as folder:

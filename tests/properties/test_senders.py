@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from immortal.protocol.batch import CallRules, check_batch
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_messages, encode_incoming_rpc
+from tests.helpers.effort import effort
 
 NAMES = ["", "a", "b", "bb", "~", "~web", "b" * 40, "ü" * 40]
 
@@ -81,7 +82,7 @@ def may_be_sent(one: bytes, *, negative: bool, names: tuple[str, ...] | None, ne
 AN_EMPTY_ARRAY_AND_MORE = encode_incoming_rpc(0, RpcType.ASYNC, b"\x90\xa2bb" + b"\1" * 15, RpcKind.CALL)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=effort(160), deadline=None)
 @example([[AN_EMPTY_ARRAY_AND_MORE]], False, ("", "b"))
 @given(
     st.lists(batches, min_size=1, max_size=4), st.booleans(), st.sampled_from([None, ("b",), ("", "b"), ("ü" * 40,)])

@@ -13,6 +13,7 @@ from immortal.log import open_reader
 from immortal.pipeline.sql.database import LogCut, make_consistent
 from immortal.pipeline.sql.parquet_cache import update
 from immortal.protocol.trailer import BatchKind
+from tests.helpers.effort import effort
 from tests.helpers.fleet import Plan, plan_fleet
 
 
@@ -54,7 +55,7 @@ def is_consistent(plan: Plan, lasts: dict[str, int], bounded: set[str]) -> bool:
     return True
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=effort(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shares=st.lists(st.integers(0, 100), min_size=4, max_size=4))
 def test_no_effect_without_its_cause_and_no_more_is_cut(written: Written, shares: list[int]) -> None:
     plan = written.plan

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from immortal import CalleeFailed, Immortal, peer, rpc
 from immortal.testing import Environment
+from tests.helpers.effort import effort
 
 
 class Colour(Enum):
@@ -223,7 +224,7 @@ steps = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=effort(25))
 @given(script=st.lists(steps, min_size=1, max_size=8))
 def test_the_service_is_there_and_as_the_model(script: list[Any]) -> None:
     VALUES.clear()

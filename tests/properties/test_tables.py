@@ -25,6 +25,7 @@ from immortal.appsdk.state.schema import copied_envelope
 from immortal.appsdk.state.table_rows import key_form
 from immortal.errors import StateError
 from immortal.protocol.nesting import whole_values
+from tests.helpers.effort import effort
 
 Number = NewType("Number", int)
 
@@ -56,7 +57,7 @@ KEYS: dict[Any, st.SearchStrategy[Any]] = {
 
 @pytest.mark.parametrize("annotation", KEYS, ids=str)
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=effort(25))
 def test_keys_sort_as_their_values_and_come_back(annotation: Any, data: st.DataObject) -> None:
     form = key_form(annotation)
     values = data.draw(st.lists(KEYS[annotation], min_size=2, max_size=8))
@@ -69,7 +70,7 @@ def test_keys_sort_as_their_values_and_come_back(annotation: Any, data: st.DataO
 
 
 @given(one=st.datetimes(timezones=st.timezones()), other=st.datetimes(timezones=st.timezones()))
-@settings(max_examples=40)
+@settings(max_examples=effort(15))
 def test_aware_datetimes_sort_by_the_moment(one: datetime, other: datetime) -> None:
     form = key_form(datetime)
     try:
@@ -310,7 +311,7 @@ def test_keys_of_each_type_come_back_from_a_checkpoint(annotation: Any, data: st
     assert definition_of(cls).state().encode(again) == state
 
 
-TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+TableMachine.TestCase.settings = settings(max_examples=effort(25), stateful_step_count=30)
 TestTable = TableMachine.TestCase
 
 

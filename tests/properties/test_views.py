@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from immortal.appsdk.ordering.groups import Kind, Membership, Message, Outgoing, View
+from tests.helpers.effort import effort
 
 FIRST = View(1, ("a", "b"))
 NAMES = ("a", "b", "c", "d")
@@ -117,7 +118,7 @@ def random_step(random: Random) -> tuple[str, ...]:
     return random.choice([*steps, *(("deliver", one) for one in (name, sender))])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=effort(160), deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_each_message_is_executed_once_by_all_members_of_one_view(seed: int) -> None:
     world, random = World(), Random(seed)

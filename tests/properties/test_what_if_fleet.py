@@ -18,6 +18,7 @@ from immortal.replay.fleet.outcome import FleetOutcome
 from immortal.replay.fleet.report import outcome_lines
 from immortal.replay.plan import ReplayError
 from immortal.testing import Environment, Instance
+from tests.helpers.effort import effort
 
 NAMES = ("a", "b", "c", "d")
 
@@ -259,7 +260,7 @@ CALL_THAT_IS_HELD_BACK: Fleet = (
 """Its caller's number of it was taken for one of the receiver's own calls."""
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=effort(10), deadline=None, suppress_health_check=list(HealthCheck))
 @given(fleets())
 @example(CALL_THAT_IS_HELD_BACK)
 def test_it_says_what_the_fleet_does_under_the_new_code(fleet: Fleet) -> None:

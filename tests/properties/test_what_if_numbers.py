@@ -149,7 +149,7 @@ def in_stages(choice: random.Random, some: list[Op]) -> Stages:
     return stages
 
 
-@settings(max_examples=effort(30), deadline=None)
+@settings(max_examples=effort(10), deadline=None)
 @given(orders, st.randoms(use_true_random=False))
 def test_each_call_gets_the_answer_of_its_counterpart(scripts: list[Stages], choice: random.Random) -> None:
     changed.clear()

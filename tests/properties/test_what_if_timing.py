@@ -247,7 +247,7 @@ class Race:
 
 
 def test_what_happens_under_the_new_code_is_what_an_order_says() -> None:
-    missed, ends, races = Counter[int](), 0, effort(4)
+    missed, ends, races = Counter[int](), 0, effort(2)
     for seed in range(races):
         listed, truth = Race(seed).run()
         ends += len(truth)

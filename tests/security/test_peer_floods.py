@@ -1,8 +1,9 @@
-"""Floods at the peer port of a real coordinator, with two cores busy: its memory, and what its honest peer feels.
+"""Floods at the peer port of a real coordinator: its memory, and that its honest peer is served.
 
-The honest peer, who floods, and the app are a process each, so that none waits for another's Python. Each drive takes
-IMMORTAL_DRIVE_S seconds (2) with the flood, and as many without, IMMORTAL_DRIVE_TURNS times (1). Memory is asserted.
-Latencies are printed (pytest -rP), since they are those of the machine as well.
+The honest peer, who floods, and the app are a process each, so that none waits for another's Python. With
+IMMORTAL_DRIVE_S=2 they also measure what the honest peer feels, with two cores busy: each drive takes 2 seconds with
+the flood, and as many without, IMMORTAL_DRIVE_TURNS times (1). Latencies are printed (pytest -rP), since they are those
+of the machine as well.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from tests.helpers.processes import DEADLINE_S, TOLD, House, SocketApp
 from tests.security.test_peer_port import GREETING, encode_later_frame
 
 MIB = 1 << 20
-DRIVE_S = float(os.environ.get("IMMORTAL_DRIVE_S", "2"))
+MEASURES = "IMMORTAL_DRIVE_S" in os.environ
+DRIVE_S = float(os.environ.get("IMMORTAL_DRIVE_S", "1"))  # in which a flood sends more than is allowed
 DRIVE_TURNS = int(os.environ.get("IMMORTAL_DRIVE_TURNS", "1"))
 RESIDENT_MIB_MAX = 300
 ANSWER_METHOD, ANSWER_SIZE_BYTES = 3, MIB
@@ -330,7 +332,7 @@ def test_a_flood_cannot_take_the_memory_or_the_time_of_others(tmp_path: Path, fl
     processes: list[Any] = [
         spawn.Process(target=_serve, args=(tmp_path, ready, ended), daemon=True),
         flooder,
-        *(spawn.Process(target=_busy, args=(ended,), daemon=True) for _ in range(2)),
+        *(spawn.Process(target=_busy, args=(ended,), daemon=True) for _ in range(2 * MEASURES)),
     ]
     before, during = [], []
     try:
@@ -340,7 +342,8 @@ def test_a_flood_cannot_take_the_memory_or_the_time_of_others(tmp_path: Path, fl
         alice.start()
         place.greet(alice)
         for _ in range(DRIVE_TURNS):
-            before.append(place.latencies_ms(alice, DRIVE_S))
+            if MEASURES:
+                before.append(place.latencies_ms(alice, DRIVE_S))
             stop.clear()
             begin.set()
             during.append(place.latencies_ms(alice, DRIVE_S))
@@ -361,13 +364,14 @@ def test_a_flood_cannot_take_the_memory_or_the_time_of_others(tmp_path: Path, fl
                 process.kill()
                 process.join()
         house.close()
-    p99s_before, p99s_during = ([percentile(turn, 99) for turn in turns] for turns in (before, during))
-    times = statistics.median(b / a for a, b in zip(p99s_before, p99s_during, strict=True))
-    p99_before, p99_during = statistics.median(p99s_before), statistics.median(p99s_during)
-    print(
-        f"{flood.__name__}: {resident_mib:.0f} MiB resident at most; "
-        f"p99 {p99_before:.1f} ms without, {p99_during:.1f} ms with ({times:.1f} times); "
-        f"{sum(map(len, before))} and {sum(map(len, during))} calls"
-    )
+    if MEASURES:
+        p99s_before, p99s_during = ([percentile(turn, 99) for turn in turns] for turns in (before, during))
+        times = statistics.median(b / a for a, b in zip(p99s_before, p99s_during, strict=True))
+        p99_before, p99_during = statistics.median(p99s_before), statistics.median(p99s_during)
+        print(
+            f"{flood.__name__}: {resident_mib:.0f} MiB resident at most; "
+            f"p99 {p99_before:.1f} ms without, {p99_during:.1f} ms with ({times:.1f} times); "
+            f"{sum(map(len, before))} and {sum(map(len, during))} calls"
+        )
     assert resident_mib < RESIDENT_MIB_MAX
     assert all(during), "the honest peer was served"

@@ -22,9 +22,10 @@ from immortal.coordinator.core import events as ev
 from immortal.patterns.groups import Grouped, group
 from immortal.protocol.system_methods import Order
 from immortal.testing import Environment, Instance
+from tests.helpers.effort import effort
 
 GUESTS = 12
-SEEDS = 25
+SEEDS = effort(8)
 SEEDS_MAX = 200  # enough to find the planted bug
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.helpers.effort import effort
 from tests.simulation.plan import SMALL, Fault, Plan
 from tests.simulation.world import World
 
@@ -28,7 +29,7 @@ SMALLEST = replace(
 @pytest.mark.parametrize("spill_limit_bytes", [0, 400])
 @pytest.mark.parametrize("crashes", [0, 4])
 def test_a_loop_under_full_load_goes_on(names: tuple[str, ...], spill_limit_bytes: int, crashes: int) -> None:
-    for seed in range(3):
+    for seed in range(effort(1)):
         limits = replace(SMALLEST, spill_limit_bytes=spill_limit_bytes)
         rng = Plan(seed).stream("crashes")
         at_effects = sorted(rng.randrange(20, 400) for _ in range(crashes))

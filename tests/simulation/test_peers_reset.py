@@ -9,6 +9,7 @@ from immortal.coordinator.core.notices import Notice
 from immortal.coordinator.core.peers import reset_transaction
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.peer_frames import PeerFrame
+from tests.helpers.effort import effort
 from tests.simulation.checkers import Checker
 from tests.simulation.clock import MS
 from tests.simulation.disk import Disk
@@ -18,7 +19,7 @@ from tests.simulation.shared_log import SharedLog
 from tests.simulation.trace import Trace, Violation
 from tests.simulation.world import World
 
-SEEDS = 60
+SEEDS = effort(20)
 NEW_COMMITTER_ID = 99
 
 

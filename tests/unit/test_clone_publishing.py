@@ -38,6 +38,7 @@ from immortal.appsdk.patterns.clone.publisher import drain_presences
 from immortal.patterns.clone import Entitlement
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import RemoteProtocolError
+from tests.helpers.effort import effort
 
 S = model.SECOND_NS
 MARK = publication.MARK_BYTES_MIN
@@ -294,7 +295,7 @@ def test_who_went_before_anybody_was_told_leaves_nothing_to_tell() -> None:
     assert drain_presences(driven.publishing)[1] == ["p.5"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=effort(120), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), _REQUESTS), max_size=12))
 def test_no_request_stops_a_publisher(requests: list[tuple[int, Any]]) -> None:
     """What a client says is well-formed, and else as it likes."""

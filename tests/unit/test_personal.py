@@ -37,6 +37,7 @@ from immortal.protocol.command_line import FailedError
 from immortal.protocol.personal_keys import Person, PersonalKeyError
 from immortal.replay.fleet import opening
 from immortal.testing import Environment, sample_fleet
+from tests.helpers.effort import effort
 
 MARKER = "xyzzy-plugh"
 values = st.recursive(
@@ -53,7 +54,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "keys"
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=effort(20), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(value=values)
 def test_a_value_is_the_same_bytes_each_time_and_comes_back(value: Any) -> None:
     first, second = Personal("ann", value), Personal("ann", copy.deepcopy(value))

@@ -13,6 +13,7 @@ from immortal.protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, decode_messages, encode_message, encode_outgoing_rpc
 from immortal.protocol.readers import Message, MessageReader, TooLargeRpc
 from immortal.protocol.varint import encode_zigzag
+from tests.helpers.effort import effort
 
 CHECKPOINT_ASKED = encode_message(MessageType.TAKE_CHECKPOINT)
 RPC_MAX = 2000
@@ -58,7 +59,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "WHOLE_BATCH_SIZE_BYTES_MAX", 100)
 
 
-@settings(max_examples=60)
+@settings(max_examples=effort(25))
 @given(st.data())
 def test_any_split_gives_the_same_calls(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.sampled_from([0, 1, 30, 70, 900, RPC_MAX, 5000]), min_size=5, max_size=30))

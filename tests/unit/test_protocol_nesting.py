@@ -14,6 +14,7 @@ from immortal.protocol.client_frames import logged_calls
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
 from immortal.protocol.nesting import is_nested_beyond, messages_nested_too_deep, nesting_depth, without_values
+from tests.helpers.effort import effort
 
 SIZES = st.sampled_from((0, 1, 2, 4, 8, 16, 17, 31, 32, 300, 70_000))
 LEAVES = st.one_of(
@@ -38,7 +39,7 @@ def depth_of(value: Any) -> int:
     return 1 + max(map(depth_of, value.values()), default=0) if isinstance(value, dict) else 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(25), deadline=None)
 @given(VALUES)
 def test_the_depth_of_what_can_be_encoded(value: Any) -> None:
     data, depth = msgspec.msgpack.encode(value), depth_of(value)
@@ -47,7 +48,7 @@ def test_the_depth_of_what_can_be_encoded(value: Any) -> None:
         assert is_nested_beyond(b"xy" + data, 2, 2 + len(data), limit) == (depth > limit)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(25), deadline=None)
 @given(st.binary(max_size=300))
 def test_of_any_bytes_a_decoder_comes_no_deeper(data: bytes) -> None:
     nesting_depth(data)
@@ -69,7 +70,7 @@ def test_each_way_to_nest(level: bytes, depth: int) -> None:
     assert nesting_depth(level * depth) == depth, "it ends too soon"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(25), deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=3), st.sampled_from(RpcKind), st.integers(1, 6))
 def test_messages_that_are_too_deep_are_found_by_their_index(values: list[Any], kind: RpcKind, limit: int) -> None:
     messages = [encode_incoming_rpc(300, RpcType.FORK, msgspec.msgpack.encode([one]), kind) for one in values]
