@@ -330,6 +330,8 @@ def _become(request: Request, descriptors: list[int]) -> None:
     os.umask(request.umask)
     os.environ.clear()
     os.environ.update(request.environment)
+    if _module_of(request.argv) == "immortal.appsdk":  # which would else start itself again, with this seed
+        os.environ.setdefault("PYTHONHASHSEED", "0")
     time.tzset()
     for limit, (soft, hard) in request.limits:
         resource.setrlimit(limit, (soft, hard))
