@@ -26,10 +26,11 @@ from tests.faults.sample_log import (
     read_contents,
     write_log,
 )
+from tests.helpers.effort import effort
 
 TRANSACTION_ID_OFFSET_BYTES = 144  # in a meta page
 ROOT_OFFSET_BYTES = 16 + 24 + 48 + 40  # of the table of tables, in a meta page
-FLIPS = 60  # of each kind of page; every bit of the meta pages, and 6,000 others, were tried once
+FLIPS = effort(30)  # of each kind of page; every bit of the meta pages, and 6,000 others, were tried once
 
 
 @pytest.fixture(scope="module")
