@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -250,6 +250,10 @@ class ThreadShell(Generic[M]):
             os.close(wake)
 
 
+# A strong reference: Python's garbage collection of sockets along with their ZeroMQ context can wait for ever.
+_unclosed: set[LoopShell[Any]] = set()
+
+
 class LoopShell(Generic[M]):
     """Shell for the asyncio loop that runs at its creation. A forked child can't use it.
 
@@ -261,6 +265,9 @@ class LoopShell(Generic[M]):
 
     def __init__(self, make: Callable[[], M], what: str) -> None:
         self._loop = asyncio.get_running_loop()
+        for left in [shell for shell in _unclosed if shell._loop.is_closed()]:
+            with suppress(RuntimeError):  # of its loop
+                left._close()
         self.machine = make()
         self._what = what
         self._closed = False
@@ -274,6 +281,7 @@ class LoopShell(Generic[M]):
         self._soon: asyncio.Handle | None = None
         self._process()
         register(self)
+        _unclosed.add(self)
 
     def forked_in_child(self) -> None:
         """Refuse use in a child: the loop belongs to its parent."""
@@ -287,8 +295,9 @@ class LoopShell(Generic[M]):
 
     def post(self, act: Callable[[M], None]) -> None:
         """Call ``act`` with the machine, which then processes the changes. Raises what ``act`` raises, ClientClosed."""
-        if self._why_not_here:
-            raise ClientClosed(self._why_not_here)
+        if self._why_not_here or asyncio._get_running_loop() is not self._loop:
+            elsewhere = f"{self._what} belongs to the asyncio loop that ran where it was made: connect in this one, too"
+            raise ClientClosed(self._why_not_here or elsewhere)
         act(self.machine)
         self.rouse()
 
@@ -340,11 +349,13 @@ class LoopShell(Generic[M]):
         if self._closed:
             return
         self._closed = True
-        self._known.update(())
+        if not self._loop.is_closed():
+            self._known.update(())
         for handle in (self._timer, self._soon):
             if handle is not None:
                 handle.cancel()
         self.machine.close()
+        _unclosed.discard(self)
 
 
 def _end(replied: asyncio.Future[None]) -> None:

@@ -287,9 +287,9 @@ class StateSchema:
         return blob
 
     def _encoded(self, values: dict[str, Any]) -> bytes:
-        values = {name: self.kept(name, value) for name, value in values.items()}
+        kept = {name: self.kept(name, value) for name, value in values.items()}
         try:
-            return encode_value(values)
+            return encode_value(kept)
         except Exception as error:  # also of a codec of the user's
             for name, value in values.items():
                 self.encode_attribute(name, value)
@@ -304,9 +304,10 @@ class StateSchema:
             raise self._unfit(name, error if error.path else form.unencodable(value, error)) from None
 
     def encode_attribute(self, name: str, value: Any) -> bytes:
-        """Encode one attribute's value by itself. Raises StateError."""
+        """Encode one attribute's value by itself, such that it keeps its types. Raises StateError."""
+        kept = self.kept(name, value)
         try:
-            return encode_value(value)
+            return encode_value(kept)
         except Exception as error:
             raise self._unfit(name, self._forms[name].unencodable(value, error)) from None
 
@@ -314,8 +315,7 @@ class StateSchema:
         """Encode a value of a table, after the check of :meth:`check_attribute`. Raises StateError."""
         if self._forms[name].is_plain_value(value):
             return encode_value(value)
-        kept = self.kept(name, value)
-        data = self.encode_attribute(name, kept)
+        data = self.encode_attribute(name, value)
         if not self._forms[name].is_sure:
             self._require_restored(name, value, data)
         return data
@@ -332,9 +332,8 @@ class StateSchema:
             if data is None:
                 self._pickled({name: value})
             return
-        kept = self.kept(name, value)
-        if data is None or kept is not value:
-            data = self.encode_attribute(name, kept)
+        if data is None or self.kept(name, value) is not value:
+            data = self.encode_attribute(name, value)
         if not self._forms[name].is_sure:
             self._require_restored(name, value, data)
 

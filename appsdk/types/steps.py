@@ -355,7 +355,7 @@ class Objects(Step):
         self._plain: set[tuple[type, ...]] = set()  # classes of the fields of values that were plain
 
     def is_plain(self, value: Any) -> bool:
-        if self._get_all is None or (self._has_dict and len(vars(value)) != len(self._names)):
+        if self._get_all is None or (self._has_dict and vars(value).keys() != self._names):
             return False
         classes = tuple(map(type, self._get_all(value)))
         if classes in self._plain:
@@ -365,7 +365,7 @@ class Objects(Step):
         return classes in self._plain
 
     def look(self, column: Column, below: Level) -> bool:
-        if self._has_dict and set(map(len, map(vars, column))) != {len(self._names)}:
+        if self._has_dict and not all(map(self._names.issuperset, map(vars, column))):
             for value in column:
                 self._require_no_more(value)
         for get, form in self._getters:

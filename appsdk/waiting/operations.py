@@ -257,7 +257,7 @@ class Read(Operation):
 
     def encoded(self, value: Any) -> bytes:
         """Encode a copy of the value. Raises StateError if it can't be saved, UsageError if it is too large."""
-        data = self.schema.encode_attribute(self.name, self.schema.kept(self.name, value))
+        data = self.schema.encode_attribute(self.name, value)
         if len(data) > READ_SIZE_BYTES_MAX:
             raise UsageError(
                 f"self.{self.name} has {len(data):,} bytes: an async handler reads at most {READ_SIZE_BYTES_MAX:,}, as "

@@ -136,7 +136,7 @@ def _subject(task: Task) -> Any:
 def _look(task: Task, schema: StateSchema, name: str) -> Any:
     """Return a copy of an attribute for a debugger, without a journal entry. Raises StateError."""
     value = getattr(_subject(task), name)
-    return schema.decode_attribute(name, schema.encode_attribute(name, schema.kept(name, value)))
+    return schema.decode_attribute(name, schema.encode_attribute(name, value))
 
 
 def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ class Machine:
     """Breaks as it is told to. Has no sockets, and nothing that is ever due."""
 
     def __init__(self) -> None:
-        self.breaks = False
+        self.breaks = self.is_closed = False
         self.waiting: list[Callable[[], None]] = []
 
     def process(self) -> None:
@@ -31,6 +32,7 @@ class Machine:
         return float("inf")
 
     def close(self) -> None:
+        self.is_closed = True
         for done in self.waiting:
             done()
 
@@ -81,6 +83,28 @@ def test_a_thread_that_breaks_leaves_nobody_waiting_and_is_closed_like_any() -> 
     shell.close()
     shell.close()
     shell.rouse()  # a caller of before the end writes nowhere
+
+
+def test_a_loop_that_ends_leaves_an_open_machine_to_the_next_and_another_loop_has_none() -> None:
+    machines: list[Machine] = []
+
+    def make() -> Machine:
+        machines.append(Machine())
+        return machines[-1]
+
+    async def begin() -> LoopShell[Machine]:
+        return LoopShell(make, "it")
+
+    shell = asyncio.run(begin())
+    with pytest.raises(ClientClosed, match="it belongs to the asyncio loop that ran where it was made"):
+        asyncio.run(shell.ask(Breaking()))
+    with pytest.raises(ClientClosed, match="connect in this one"):
+        shell.post(lambda machine: None)
+    del shell
+    gc.collect()  # of sockets and their context together, which may wait for ever
+    assert not machines[0].is_closed
+    asyncio.run(begin())
+    assert [machine.is_closed for machine in machines] == [True, False]
 
 
 def test_a_loop_on_which_it_breaks_leaves_nobody_waiting() -> None:

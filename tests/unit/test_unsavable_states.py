@@ -170,6 +170,17 @@ def price_of_second(shop: Any) -> None:
     shop.orders["eu"][1].price = Colour.RED
 
 
+def swaps_fields(shop: Any) -> None:
+    item = shop.orders["eu"][1]
+    del item.count
+    item.extra = 1
+
+
+def spoils_beside_what_is_tagged(shop: Any) -> None:
+    shop.facts["a"] = (1, 2)
+    shop.facts["it"] = ["\udfff"]
+
+
 def swaps(shop: Any) -> None:
     del shop.label
     shop.other = 1
@@ -252,6 +263,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a key of no type": (lambda shop: shop.facts.update({Item: 1}), "'facts' key <class"),
     "not annotated": (sets("other", 1), "'other' is set but not annotated"),
     "not annotated, in another's place": (swaps, "'other' is set but not annotated"),
+    "a field in another's place": (swaps_fields, r"'orders' \['eu'\]\[1\].*attribute 'extra'"),
+    "beside what is tagged": (spoils_beside_what_is_tagged, r"'facts' \['it'\]\[0\] can't be saved: .*surrogate"),
     "removed": (removes, "'number' is annotated but not set"),
 }
 
