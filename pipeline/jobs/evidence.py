@@ -11,6 +11,7 @@ Each row belongs to one stream, sender to receiver, and is one of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,8 +89,13 @@ class Row(NamedTuple):
 # --- many records at once --------------------------------------------------------------------------------------------
 
 
-def evidence_of_range(wanted: LogRange, first_ns: int, last_ns: int) -> Iterator[pa.RecordBatch]:
-    """Yield the evidence of a range between two times. Raises the errors of reading, after a row that says how far."""
+def evidence_of_range(
+    wanted: LogRange, first_ns: int, last_ns: int, *, streams: bool = True
+) -> Iterator[pa.RecordBatch]:
+    """Yield the evidence of a range between two times; ``streams``: see :func:`evidence_of_values`.
+
+    Raises the errors of reading, after a row that says how far.
+    """
     done = wanted.first
     try:
         for piece in read_range(within_time(wanted, first_ns, last_ns)):
@@ -97,7 +103,7 @@ def evidence_of_range(wanted: LogRange, first_ns: int, last_ns: int) -> Iterator
                 yield gap_rows(wanted.instance, piece)
             else:
                 few = len(piece.start) <= _FEW_RECORDS_MAX and len(piece.raw) <= _FEW_SIZE_BYTES_MAX
-                of_values = evidence_of_few if few else evidence_of_values
+                of_values = evidence_of_few if few else partial(evidence_of_values, streams=streams)
                 yield from of_values(piece, wanted.instance, wanted.committer_id)
                 done = int(piece.sequence_ids[-1]) + 1
     except (ImmortalError, OSError) as error:
@@ -118,7 +124,9 @@ def gap_rows(instance: str, gap: Gap) -> pa.RecordBatch:
     return _from_rows([Row(WHOLE_LOG, instance, LOG, gap.first, reason=gap.reason)])
 
 
-def evidence_of_raw(batches: Iterator[pa.RecordBatch], committer_ids: Mapping[str, int]) -> Iterator[pa.RecordBatch]:
+def evidence_of_raw(
+    batches: Iterator[pa.RecordBatch], committer_ids: Mapping[str, int], *, streams: bool = True
+) -> Iterator[pa.RecordBatch]:
     """Convert rows of the table "raw" to evidence; ``committer_ids``: by instance. For mapInArrow."""
     for batch in batches:
         instances = batch.column("instance").to_pylist()
@@ -127,7 +135,7 @@ def evidence_of_raw(batches: Iterator[pa.RecordBatch], committer_ids: Mapping[st
             if first < end:
                 instance = instances[first]
                 values = _values(batch.slice(first, end - first))
-                yield from evidence_of_values(values, instance, committer_ids[instance])
+                yield from evidence_of_values(values, instance, committer_ids[instance], streams=streams)
 
 
 def _values(rows: pa.RecordBatch) -> Values:
@@ -139,8 +147,10 @@ def _values(rows: pa.RecordBatch) -> Values:
     return Values(raw, sequence_ids, offsets[:-1], offsets[1:])
 
 
-def evidence_of_values(values: Values, instance: str, committer_id: int) -> Iterator[pa.RecordBatch]:
-    """Yield all rows of evidence in ``values``, in no order."""
+def evidence_of_values(
+    values: Values, instance: str, committer_id: int, *, streams: bool = True
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of evidence in ``values``, in no order; without ``streams``: not of what sound records hold."""
     headers = decode_headers(values, committer_id)
     verify_checks(values, headers)
     trailers = decode_trailers(values, headers, with_marks=True)
@@ -152,6 +162,10 @@ def evidence_of_values(values: Values, instance: str, committer_id: int) -> Iter
     impulses = np.bincount(messages.batch[messages.rpc_type == RpcType.IMPULSE], minlength=len(start))
 
     usual = headers.usual
+    yield _from_rows(list(_runs(values.sequence_ids[usual], trailers.time_ns[usual], instance)))
+    yield from evidence_of_few(values, instance, committer_id, np.flatnonzero(~usual).tolist())
+    if not streams:
+        return
     keep = usual[batches.record]
     kept = of_usual(batches, usual)
     senders = pa.array([name or instance for name in batch_names] + [IMPULSES], pa.string())
@@ -183,8 +197,6 @@ def evidence_of_values(values: Values, instance: str, committer_id: int) -> Iter
         position=kept_marks.position,
         checksum=kept_marks.checksum,
     )
-    yield _from_rows(list(_runs(values.sequence_ids[usual], trailers.time_ns[usual], instance)))
-    yield from evidence_of_few(values, instance, committer_id, np.flatnonzero(~usual).tolist())
 
 
 def evidence_of_few(

@@ -7,6 +7,7 @@ that from the streams; the driver gets a few numbers for each run.
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -25,9 +26,11 @@ from immortal.protocol.varint import encode_zigzag
 ORDERED = "ordered"
 """Kind of the results on ordered multicasts."""
 
-_CALL = bytes((RpcKind.CALL,))
-_MARKS_OF_OTHERS = tuple(_CALL + encode_zigzag(one) for one in (ORDERED_METHOD_ID, ORDERING_METHOD_ID))
-_MARK_OF_ONESELF = _CALL + encode_zigzag(EXECUTED_METHOD_ID)
+_MARKS = tuple(
+    bytes((RpcKind.CALL,)) + encode_zigzag(one) for one in (ORDERED_METHOD_ID, ORDERING_METHOD_ID, EXECUTED_METHOD_ID)
+)
+_MARKS_OF_OTHERS = _MARKS[:2]  # the third is of runs that the receiver itself has executed
+_FIND, _FIND_OF_OTHERS = (re.compile(b"|".join(map(re.escape, marks))).search for marks in (_MARKS, _MARKS_OF_OTHERS))
 _PROPOSED_HERE, _PROPOSAL, _EXECUTED = "proposed here", "proposal", "executed"
 
 Key = tuple[int, str, int]  # timestamp, sender, number
@@ -55,12 +58,8 @@ class _Word(NamedTuple):
 def ordered_results(row: Row) -> Iterator[Result]:
     """Yield the facts on ordered multicasts in a batch; without any, it costs a search for a few bytes."""
     payload = row.payload
-    if payload is None:
-        return
-    marks: tuple[bytes, ...] = _MARKS_OF_OTHERS
-    if row.sender == row.receiver:  # runs that the receiver has executed
-        marks = (*marks, _MARK_OF_ONESELF)
-    if not any(mark in payload for mark in marks):
+    marks, find = (_MARKS, _FIND) if row.sender == row.receiver else (_MARKS_OF_OTHERS, _FIND_OF_OTHERS)
+    if payload is None or find(payload) is None:
         return
     words: list[tuple[str, str, int, int, int]] = []
     try:

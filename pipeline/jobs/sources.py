@@ -137,8 +137,13 @@ class Fleet(ABC):
         """
 
     @abstractmethod
-    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT) -> DataFrame:
-        """Return the rows of pipeline.jobs.evidence, in no order, of the records between two times, both included."""
+    def evidence(
+        self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT, *, streams: bool = True
+    ) -> DataFrame:
+        """Return the rows of pipeline.jobs.evidence, in no order, of the records between two times, both included.
+
+        Without ``streams``: of the logs themselves.
+        """
 
 
 class LogFleet(Fleet):
@@ -200,8 +205,10 @@ class LogFleet(Fleet):
         ranges = [each for each in parts if wanted.takes(each.instance)]
         return self.frame(spark, ranges, RangeReader(wanted, schema).read, schema)
 
-    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT) -> DataFrame:
-        read = partial(evidence_of_range, first_ns=first_ns, last_ns=last_ns)
+    def evidence(
+        self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT, *, streams: bool = True
+    ) -> DataFrame:
+        read = partial(evidence_of_range, first_ns=first_ns, last_ns=last_ns, streams=streams)
         return self.frame(spark, self._parts(), read, _EVIDENCE)
 
     def _parts(self) -> list[LogRange]:
@@ -259,13 +266,15 @@ class ExportFleet(Fleet):
             frame = frame.where(F.col("instance").isin(list(only.instances)) & sequence_id)
         return frame if columns is None else frame.select(*columns)
 
-    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT) -> DataFrame:
+    def evidence(
+        self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT, *, streams: bool = True
+    ) -> DataFrame:
         raw = self.table(spark, "raw")
         if (first_ns, last_ns) != (0, NO_LIMIT):
             raw = raw.where(raw["time_ns"].between(first_ns, last_ns))
         raw = raw.select("instance", "sequence_id", "value")
         committer_ids = {name: state.committer_id for name, state in self.states.items()}
-        return raw.mapInArrow(partial(evidence_of_raw, committer_ids=committer_ids), _EVIDENCE)
+        return raw.mapInArrow(partial(evidence_of_raw, committer_ids=committer_ids, streams=streams), _EVIDENCE)
 
 
 def exported_schema(table: str) -> str:

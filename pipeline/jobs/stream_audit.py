@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from immortal.coordinator.core.errors import InvariantError
 from immortal.coordinator.core.interfaces import IMPULSES
@@ -43,8 +44,7 @@ Result = tuple[str, str, str, int, int, str]
 JSON. (For "ordered" the numbers are the record and the batch.)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """Mark about the stream, in record ``sequence_id`` of the sender."""
 
     position: int
@@ -56,34 +56,33 @@ class Mark:
 _BEGINNING = Mark(0, 0, UNKNOWN, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Messages of a stream that were sent and executed together: ``count`` from position ``first`` on, packed."""
+class Part(NamedTuple):
+    """Messages of a stream that were sent and executed together: ``size`` from position ``first`` on, packed."""
 
     first: int
-    count: int
+    size: int
     impulses: int  # how many of them are
     sent_ns: int
     payload: bytes
 
     @property
     def last(self) -> int:
-        return self.first + self.count - 1
+        return self.first + self.size - 1
 
     def cut(self, position: int) -> tuple[Part, Part | None]:
         """Split after ``position``, which is within: (the part up to it, the rest)."""
         count = position - self.first + 1
-        if count == self.count:
+        if count == self.size:
             return self, None
-        offset = offset_after(self.payload, count, self.count)
+        offset = offset_after(self.payload, count, self.size)
         front, back = self.payload[:offset], self.payload[offset:]
-        if not self.impulses or self.impulses == self.count:
+        if not self.impulses or self.impulses == self.size:
             impulses = min(self.impulses, count)
         else:
             impulses = count_impulses(front)
         return (
             Part(self.first, count, impulses, self.sent_ns, front),
-            Part(position + 1, self.count - count, self.impulses - impulses, self.sent_ns, back),
+            Part(position + 1, self.size - count, self.impulses - impulses, self.sent_ns, back),
         )
 
     def behind(self, position: int) -> Part:
@@ -122,8 +121,7 @@ class Violation:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(NamedTuple):
     """The receiver's ``record`` holds a message that was made after the sender's record ``sender_record``."""
 
     record: int
@@ -191,7 +189,7 @@ class StreamAudit:
         """Take ``part``, which record ``record`` of the receiver executed, logged at ``time_ns``."""
         if self._positions is None:
             self._begin()
-        if not part.count:
+        if not part.size:
             return
         if self._held is not None:
             held, self._held = self._held, None
@@ -220,13 +218,13 @@ class StreamAudit:
             self._running = None
         figures.first = figures.first or part.first
         figures.last = part.last
-        figures.messages += part.count
+        figures.messages += part.size
         figures.impulses += part.impulses
         self._expected = part.last + 1
         self._record_before = record
         if not self._missing and len(self._check_at) < FIRST_BATCHES_MAX:
             self._check = self._check_at[part.last] = crc64(part.payload, self._check)
-        if part.last > self._last_marked and part.impulses < part.count and len(figures.unmarked) < UNMARKED_MAX:
+        if part.last > self._last_marked and part.impulses < part.size and len(figures.unmarked) < UNMARKED_MAX:
             self._note_unmarked(record, part)
         self._compare(record, part)
 
@@ -249,7 +247,7 @@ class StreamAudit:
     def _note_unmarked(self, record: int, part: Part) -> None:
         if part.first <= self._last_marked:
             part = part.behind(self._last_marked)
-        if part.impulses < part.count:
+        if part.impulses < part.size:
             self.figures.unmarked.append((part.first, part.last, part.sent_ns, record))
 
     def finish(self) -> None:
@@ -346,7 +344,7 @@ class StreamAudit:
                 self._meet(mark, record)
 
     def _take(self, part: Part) -> None:
-        if self._running is None or part.impulses == part.count:
+        if self._running is None or part.impulses == part.size:
             return
         replayed = without_impulses(part.payload) if part.impulses else part.payload
         self._running = crc64(replayed, self._running)

@@ -53,7 +53,7 @@ class VerifyReport:
 def verify(spark: SparkSession, fleet: Fleet) -> VerifyReport:
     """Verify logs, or an export. Damage is reported, not raised."""
     report = VerifyReport()
-    evidence = fleet.evidence(spark)
+    evidence = fleet.evidence(spark, streams=False)
     for what, _, name, _, _, body in results_of(spark, evidence.where(evidence["what"] == LOG)):
         if what == "log":
             log = decoding.decode_json(body, type=LogReport)

@@ -57,10 +57,12 @@ def test_many_records_at_once_say_what_one_by_one_they_say(tmp_path: Path) -> No
         wanted = whole_range(folder)
         together: list[Row] = []
         by_raw: list[Row] = []
+        of_log: list[Row] = []
         one_by_one: list[Row] = []
         for values in read_range(wanted):
             assert not isinstance(values, Gap)
             together += rows_of(evidence_of_values(values, wanted.instance, wanted.committer_id))
+            of_log += rows_of(evidence_of_values(values, wanted.instance, wanted.committer_id, streams=False))
             stored = [bytes(values.value(index)) for index in range(len(values.start))]
             raw = pa.RecordBatch.from_arrays(
                 [[wanted.instance] * len(stored), pa.array(values.sequence_ids), pa.array(stored, pa.binary())],
@@ -78,6 +80,7 @@ def test_many_records_at_once_say_what_one_by_one_they_say(tmp_path: Path) -> No
         assert of_streams(together) == of_streams(one_by_one)
         assert log_of(together) == log_of(one_by_one)
         assert log_of(together).damaged == 1
+        assert of_log == [row for row in together if row.what == LOG]
 
 
 def rows_of(batches: object) -> list[Row]:
