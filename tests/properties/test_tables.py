@@ -244,7 +244,7 @@ def test_whole_values_end_where_a_decoder_says(values: list[Any], parts: int, st
 
 
 @given(
-    orders=st.dictionaries(KEY, ORDER, max_size=8),
+    orders=st.dictionaries(KEY, ORDER, max_size=12),
     is_sorted=st.booleans(),
     limit_bytes=st.sampled_from([0, 300, 1 << 20]),
     taken_size_bytes=st.integers(1, 100),
@@ -260,6 +260,8 @@ def test_a_state_is_read_in_pieces_of_any_size(
         shop.orders._store.limit_bytes = limit_bytes
         restore_in_pieces(shop, state, piece_size_bytes, taken_size_bytes)
         assert (shop.orders, shop.total, len(shop.orders)) == (orders, 7, len(orders))
+        for start in ("", "a", "b", *orders):
+            assert list(shop.orders.keys(start)) == sorted(key for key in orders if key >= start)
         mine = [(key, order) for key, order in sorted(orders.items()) if order.customer == "ann"]
         assert list(shop.orders.by("customer", "ann")) == mine
         size_bytes, pieces = shop.orders.pieces()
