@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta, timezone
 from enum import Enum
 from itertools import pairwise
 from random import Random
@@ -310,6 +310,18 @@ def test_keys_of_each_type_come_back_from_a_checkpoint(annotation: Any, data: st
     restore_in_pieces(again, state, 5)
     assert list(again.rows.items()) == list(shop.rows.items())
     assert definition_of(cls).state().encode(again) == state
+
+
+@pytest.mark.parametrize("annotation", [float, tuple[float, int], datetime], ids=str)
+def test_keys_that_a_dict_wrote_in_another_form_count_as_the_table_writes_them(annotation: Any) -> None:
+    zone = timezone(timedelta(hours=2))
+    keys = {float: [1, 2.5], datetime: [datetime(2026, 1, 1, tzinfo=zone)]}.get(annotation, [(1, 1), (2.5, 1)])
+    cls: Any = type("Shop", (Immortal,), {"__annotations__": {"rows": Table[annotation, int]}})
+    shop = cls()
+    restore_in_pieces(shop, encoder.encode({"rows": dict.fromkeys(keys, 7)}), 100, 100)
+    assert list(shop.rows) == keys
+    size_bytes, pieces = shop.rows.pieces()
+    assert size_bytes == sum(map(len, pieces))
 
 
 TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
