@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta, timezone
 from enum import Enum
 from itertools import pairwise
 from random import Random
@@ -245,7 +245,7 @@ def test_whole_values_end_where_a_decoder_says(values: list[Any], parts: int, st
 
 
 @given(
-    orders=st.dictionaries(KEY, ORDER, max_size=8),
+    orders=st.dictionaries(KEY, ORDER, max_size=12),
     is_sorted=st.booleans(),
     limit_bytes=st.sampled_from([0, 300, 1 << 20]),
     taken_size_bytes=st.integers(1, 100),
@@ -261,6 +261,8 @@ def test_a_state_is_read_in_pieces_of_any_size(
         shop.orders._store.limit_bytes = limit_bytes
         restore_in_pieces(shop, state, piece_size_bytes, taken_size_bytes)
         assert (shop.orders, shop.total, len(shop.orders)) == (orders, 7, len(orders))
+        for start in ("", "a", "b", *orders):
+            assert list(shop.orders.keys(start)) == sorted(key for key in orders if key >= start)
         mine = [(key, order) for key, order in sorted(orders.items()) if order.customer == "ann"]
         assert list(shop.orders.by("customer", "ann")) == mine
         size_bytes, pieces = shop.orders.pieces()
@@ -309,6 +311,18 @@ def test_keys_of_each_type_come_back_from_a_checkpoint(annotation: Any, data: st
     restore_in_pieces(again, state, 5)
     assert list(again.rows.items()) == list(shop.rows.items())
     assert definition_of(cls).state().encode(again) == state
+
+
+@pytest.mark.parametrize("annotation", [float, tuple[float, int], datetime], ids=str)
+def test_keys_that_a_dict_wrote_in_another_form_count_as_the_table_writes_them(annotation: Any) -> None:
+    zone = timezone(timedelta(hours=2))
+    keys = {float: [1, 2.5], datetime: [datetime(2026, 1, 1, tzinfo=zone)]}.get(annotation, [(1, 1), (2.5, 1)])
+    cls: Any = type("Shop", (Immortal,), {"__annotations__": {"rows": Table[annotation, int]}})
+    shop = cls()
+    restore_in_pieces(shop, encoder.encode({"rows": dict.fromkeys(keys, 7)}), 100, 100)
+    assert list(shop.rows) == keys
+    size_bytes, pieces = shop.rows.pieces()
+    assert size_bytes == sum(map(len, pieces))
 
 
 TableMachine.TestCase.settings = settings(max_examples=effort(25), stateful_step_count=30)
