@@ -27,6 +27,7 @@ from immortal.appsdk.state import snapshots, table_rows
 from immortal.appsdk.state.schema import copied_envelope, encode_envelope
 from immortal.errors import CalleeFailed, DefinitionError, StateError, UsageError
 from immortal.testing import Environment, ReplayDiffers, assert_replays, crash_everywhere
+from tests.helpers.effort import effort
 
 
 class Order(Struct):
@@ -172,7 +173,7 @@ def test_a_new_copy_is_due_when_old_rows_take_much_memory(monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_limit")
 def test_no_crash_changes_a_row() -> None:
-    for env in crash_everywhere(fail_alone=True, runs_max=40):
+    for env in crash_everywhere(fail_alone=True, runs_max=effort(15)):
         with env:
             shop = env.start(Shop, "shop")
             shop.send(Shop.buy, 1, Order("ann"))
