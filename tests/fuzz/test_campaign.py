@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.fuzz.campaign import Campaign
+from tests.helpers.effort import effort
 
-MESSAGES = 10_000
+MESSAGES = effort(4_000)
 
 
 def test_instances_are_there_at_the_end_and_know_who_sent_what() -> None:

@@ -20,7 +20,7 @@ from tests.helpers.effort import effort
 from tests.helpers.ordering_runs import BrokenOrderError, run_seed
 
 SEEDS = effort(10)
-CAUSAL_SEEDS = 10
+CAUSAL_SEEDS = effort(4)
 SEEDS_MAX = 1000  # within which each planted bug is found
 
 _arrivals = count()

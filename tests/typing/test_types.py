@@ -94,10 +94,15 @@ def test_steps_have_the_types_of_what_they_run(checker: str, request: pytest.Fix
         assert checker == "mypy" or text in said["steps.py"][line]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_new_project_is_right(template: str, tmp_path: Path) -> None:
+def test_a_new_project_is_right(template: str, cache: Path, tmp_path: Path) -> None:
     """It sees the package where the environment has it, as an editable installation or a wheel does."""
     make_project(tmp_path, "shop", template)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "."]
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache), "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=CHECK_S, check=False)
     assert done.stdout == "Success: no issues found in 2 source files\n"

@@ -49,7 +49,7 @@ def test_each_interleaving_with_one_whose_clock_is_ahead() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", LARGER)
 def test_larger_cases_go_on_as_well(script: Script) -> None:
-    for seed in range(effort(150)):
+    for seed in range(effort(60)):
         walk(script, Random(seed), lates=seed % 3)
 
 

@@ -34,6 +34,7 @@ from immortal.appsdk.waiting.loop import HandlerLoop
 from immortal.errors import UsageError
 from immortal.integrations.pydantic_ai import ImmortalDurability, run_step
 from immortal.testing import Environment, crash_everywhere
+from tests.helpers.effort import effort
 
 RUNS = {run_step: run_step}
 MADE: Counter[str] = Counter()
@@ -130,7 +131,7 @@ STEPS = {"request behind 1", "request behind 3", "request behind 5", "weather in
 
 def test_each_step_is_made_once_and_what_was_logged_is_there_after_crashes_anywhere() -> None:
     histories, repeats = set(), set()
-    for env in crash_everywhere(runs_max=50):
+    for env in crash_everywhere(runs_max=effort(20)):
         MADE.clear()
         with env:
             bank = env.start(Bank, "bank")

@@ -13,6 +13,7 @@ import pytest
 from immortal.coordinator.messenger.envelope import decode_missing, encode_missing
 from immortal.coordinator.messenger.inbox import Arrival, LinkState, ReceiveWindow
 from immortal.coordinator.messenger.outbox import Outbox, RetryPolicy
+from tests.helpers.effort import effort
 
 MESSAGES = 5_000
 ROUND_TRIP_NS = 1_000_000
@@ -117,7 +118,7 @@ def run(
 NETWORKS = [(0.01, 0.0, 0.0), (0.01, 0.05, 0.05), (0.2, 0.0, 0.0), (0.2, 0.5, 0.2)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(effort(1)))
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("loss", "reordered", "duplicated"), NETWORKS)
 def test_each_comes_once_and_soon_whatever_the_network_does(
@@ -134,7 +135,7 @@ def test_order_costs_no_more_time_under_loss() -> None:
     assert took[True] <= 1.2 * took[False]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(effort(1)))
 def test_what_is_lost_is_sent_again_and_little_else(seed: int) -> None:
     assert run(ordered=False, loss=0.01, reordered=0.05, seed=seed).sends_per_message <= 1.05
 

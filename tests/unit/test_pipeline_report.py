@@ -44,7 +44,7 @@ def figures(calls: int) -> Figures:
     return Figures(calls, calls * 10, 1.5, 2.25, 3.125, 4.0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stats() -> Stats:
     services = [
         ServiceStats(name, figures(100 - number), START_NS, START_NS + 5 * MINUTE_NS, 9, 900, 3.0, 8.0, 12, number % 2)
@@ -54,6 +54,11 @@ def stats() -> Stats:
     bins = [BinStats(name, START_NS + minute * MINUTE_NS, figures(minute + 1)) for minute in range(5) for name in NAMES]
     talkers = [TalkerStats(sender, receiver, figures(7)) for sender in ["outside", *NAMES] for receiver in NAMES[:5]]
     return Stats(services, methods, MINUTE_NS, bins, talkers)
+
+
+@pytest.fixture(scope="module")
+def page_text(stats: Stats) -> str:
+    return stats_page(stats)
 
 
 class _Page(HTMLParser):
@@ -78,18 +83,17 @@ class _Page(HTMLParser):
         self.text.append(data)
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_takes_no_name_for_html(stats: Stats) -> None:
-    text = stats_page(stats)
+def test_the_page_needs_nothing_from_elsewhere_and_takes_no_name_for_html(page_text: str) -> None:
     page = _Page()
-    page.feed(text)
+    page.feed(page_text)
     assert page.open == []
     assert "script" not in page.tags
     assert page.tags.count("svg") == 5
     assert all(link.startswith(("#", "data:")) for link in page.links)
-    assert not re.search(r"@import|url\((?!#)", text)
+    assert not re.search(r"@import|url\((?!#)", page_text)
     assert NAMES[0] in "".join(page.text)
     assert "b&b" in "".join(page.text)
-    assert "and 56 more" in text  # of 256 methods
+    assert "and 56 more" in page_text  # of 256 methods
 
 
 def test_the_page_of_a_what_if_takes_no_name_for_html() -> None:
@@ -179,8 +183,8 @@ def test_time_is_cut_as_it_is_long(services_count: int) -> None:
     assert bin_size_ns((1 << 63) - 1, services_count) <= 1000 * 86_400 * 10**9
 
 
-def test_the_page_says_how_its_time_is_cut(stats: Stats) -> None:
-    assert "calls in 1 min" in labels(stats_page(stats))
+def test_the_page_says_how_its_time_is_cut(page_text: str) -> None:
+    assert "calls in 1 min" in labels(page_text)
     sizes_ns = (10**6, 500 * 10**6, 2 * 10**9, 30 * MINUTE_NS, 3 * 60 * MINUTE_NS, 86_400 * 10**9)
     assert [*map(duration_text, sizes_ns)] == ["1 ms", "500 ms", "2 s", "30 min", "3 h", "1 d"]
 

@@ -19,6 +19,7 @@ from immortal import CalleeFailed, Immortal, rpc
 from immortal.appsdk.determinism.check import check
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.testing import Environment, crash_everywhere
+from tests.helpers.effort import effort
 from tests.helpers.virtual_loop import run_virtually
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE", default="none")
@@ -375,7 +376,7 @@ def test_a_program_does_in_a_handler_what_it_does_on_asyncios_own_loop(index: in
 
 
 def test_what_the_sdk_offers_mixes_with_asyncio() -> None:
-    for env in crash_everywhere(runs_max=20):
+    for env in crash_everywhere(runs_max=effort(8)):
         with env:
             desk = env.start(Desk, "desk")
             assert desk.call(Desk.mixes) == [2, 1, None, 4, 3, "late", 1]

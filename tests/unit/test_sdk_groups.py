@@ -9,6 +9,7 @@ from immortal import CalleeFailed, impulse, rpc
 from immortal.errors import DefinitionError
 from immortal.patterns.groups import Grouped, group
 from immortal.testing import Environment, Instance, crash_everywhere
+from tests.helpers.effort import effort
 
 
 class Book(Grouped):
@@ -137,7 +138,7 @@ def test_members_agree_while_others_join_and_leave(order: int) -> None:
 
 @pytest.mark.slow
 def test_a_crash_anywhere_changes_nothing() -> None:
-    for env in crash_everywhere(runs_max=60):
+    for env in crash_everywhere(runs_max=effort(20)):
         with env:
             (a, b, c), (x, y) = start(env)
             for number in range(3):

@@ -14,6 +14,7 @@ from immortal.errors import DefinitionError
 from immortal.patterns.groups import Grouped, group
 from immortal.protocol.system_methods import Order
 from immortal.testing import Environment, Instance, crash_everywhere
+from tests.helpers.effort import effort
 
 FIRST = ["a", "b", "d"]
 
@@ -167,7 +168,7 @@ def test_whenever_it_dies_and_comes_back(seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_crash_anywhere_changes_nothing() -> None:
-    for env in crash_everywhere(runs_max=60):
+    for env in crash_everywhere(runs_max=effort(20)):
         with env:
             books, (x, y) = start(env)
             x.send(Trader.send, "x0")

@@ -12,6 +12,7 @@ from immortal import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
 from immortal.appsdk.ordering.messages import Propose
 from immortal.appsdk.ordering.multicasts import Multicasts
 from immortal.testing import Environment, Instance, crash_everywhere
+from tests.helpers.effort import effort
 
 
 class Book(Immortal):
@@ -110,7 +111,7 @@ def test_what_the_sender_says_next_waits_until_its_multicast_stands() -> None:
 
 @pytest.mark.slow
 def test_a_crash_anywhere_changes_nothing() -> None:
-    for env in crash_everywhere(runs_max=60):
+    for env in crash_everywhere(runs_max=effort(20)):
         with env:
             books, senders = start(env)
             for number in range(2):
@@ -381,7 +382,7 @@ def test_a_destination_that_refuses_says_so_and_the_others_go_on(monkeypatch: py
 
     take = Multicasts.proposed
     monkeypatch.setattr(Multicasts, "proposed", proposed)
-    for env in crash_everywhere(runs_max=20, fail_alone=True):
+    for env in crash_everywhere(runs_max=effort(10), fail_alone=True):
         with env:
             books, senders = start(env)
             asked = senders[0].begin(Sender.ask, "asked")

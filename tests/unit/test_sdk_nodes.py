@@ -14,6 +14,7 @@ from immortal.appsdk.types.handles import handle_label
 from immortal.errors import DefinitionError, StateError
 from immortal.protocol.system_methods import NODE_METHOD_ID
 from immortal.testing import Environment, Instance, crash_everywhere
+from tests.helpers.effort import effort
 
 
 class NotFilledError(Exception):
@@ -351,7 +352,7 @@ def test_nodes_and_handles_outlive_crashes(how: str) -> None:
 
 
 def test_a_crash_anywhere_changes_nothing() -> None:
-    for env in crash_everywhere(runs_max=25):
+    for env in crash_everywhere(runs_max=effort(10)):
         with env:
             exchange, broker, other = start(env)
             exchange.send(Exchange.open, "gold", ["broker"])

@@ -10,6 +10,7 @@ import pytest
 import immortal
 from immortal import CalleeFailed, Immortal, Transient, peer, rpc
 from immortal.testing import Environment, crash_everywhere
+from tests.helpers.effort import effort
 
 LOOKS: list[str] = []
 
@@ -133,7 +134,7 @@ def test_a_step_of_the_class_above_runs_what_is_overridden() -> None:
 
 
 def test_local_steps_and_reads_are_the_same_after_a_crash_anywhere() -> None:
-    for env in crash_everywhere(runs_max=40):
+    for env in crash_everywhere(runs_max=effort(15)):
         with env:
             bank, shop = env.start(Bank, "bank"), env.start(Shop, "shop")
             assert shop.call(Shop.sell, "hat", 2) == [0, (2, 1), [2], 103, 1, 2, [{2}, (2,)]]

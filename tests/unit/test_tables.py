@@ -31,6 +31,7 @@ from immortal.appsdk.state.schema import copied_envelope, encode_envelope
 from immortal.errors import CalleeFailed, DefinitionError, StateError, UsageError
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.testing import Environment, ReplayDiffers, assert_replays, crash_everywhere
+from tests.helpers.effort import effort
 from tests.helpers.sdk import TAKE, TAKE_FIRST, Life, first_start
 from tests.helpers.wire import AppOutput, call, checkpoint_record, logged
 
@@ -178,7 +179,7 @@ def test_a_new_copy_is_due_when_old_rows_take_much_memory(monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_limit")
 def test_no_crash_changes_a_row() -> None:
-    for env in crash_everywhere(fail_alone=True, runs_max=40):
+    for env in crash_everywhere(fail_alone=True, runs_max=effort(15)):
         with env:
             shop = env.start(Shop, "shop")
             shop.send(Shop.buy, 1, Order("ann"))
