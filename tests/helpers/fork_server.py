@@ -243,6 +243,21 @@ def start() -> None:
     Client(ours, early_of(os.environ)).install()
 
 
+def start_at_first_use() -> None:
+    """Start the server when Popen is first told to start what it can fork."""
+    execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def execute_child(process: Any, args: Any, *more: Any) -> None:
+        if isinstance(args, (list, tuple)) and _module_of(args) is not None:
+            subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+            start()
+            subprocess.Popen._execute_child(process, args, *more)  # type: ignore[attr-defined]
+        else:
+            execute(process, args, *more)
+
+    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+
+
 # --- in the server ----------------------------------------------------------------------------------------------------
 
 
