@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import io
@@ -243,6 +244,7 @@ def start() -> None:
     Client(ours, early_of(os.environ)).install()
 
 
+@functools.cache  # once in a process
 def start_at_first_use() -> None:
     """Start the server when Popen is first told to start what it can fork."""
     execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
