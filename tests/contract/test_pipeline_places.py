@@ -43,7 +43,7 @@ from tests.helpers.pipeline_logs import (
     transaction_of,
 )
 from tests.helpers.postgres import Postgres
-from tests.helpers.spark import read, rows
+from tests.helpers.spark import read, rows, rows_here
 
 COUNTS = {"alice": 300, "bob": 40}
 SEGMENT_SIZE_BYTES = 4096
@@ -106,15 +106,6 @@ def in_postgres(postgres: Postgres, home: Path) -> str:
     return postgres.url(database=database)
 
 
-def table(name: str, *paths: str, **options: object) -> Table:
-    reader = Reader(Options.of({"table": name, "path": ",".join(paths), **_texts(options)}), SCHEMAS[name])
-    return [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
-
-
-def _texts(options: dict[str, object]) -> dict[str, str]:
-    return {name.rstrip("_"): str(value) for name, value in options.items()}
-
-
 def without_times(found: Table) -> Table:
     return [{name: value for name, value in row.items() if name != "time"} for row in found]
 
@@ -125,13 +116,13 @@ def expected(rows_of: Callable[[str, Sequence[RecordSpec]], Table]) -> Table:
 
 def test_all_tables_are_the_same(fleet: str) -> None:
     assert [Path(one.replace("#", "/")).name for one in log_folders([fleet])] in (list(COUNTS), ["log", "log"])
-    assert without_times(table("messages", fleet)) == without_times(expected(message_rows))
-    assert without_times(table("records", fleet)) == expected(record_rows)
-    raw = table("raw", fleet, partitionBytes=2048)
+    assert without_times(rows_here("messages", fleet)) == without_times(expected(message_rows))
+    assert without_times(rows_here("records", fleet)) == expected(record_rows)
+    raw = rows_here("raw", fleet, partitionBytes=2048)
     assert [row["value"] for row in raw] == [spec.value() for name in COUNTS for spec in specs_of(name)]
-    marks = table("outputs", fleet)
+    marks = rows_here("outputs", fleet)
     assert sorted(map(str, marks)) == sorted(map(str, expected(output_rows)))
-    some = table("records", fleet, from_=17, to=23)
+    some = rows_here("records", fleet, from_=17, to=23)
     assert [row["sequence_id"] for row in some] == [*range(17, 24), *range(17, 24)]
 
 
@@ -173,8 +164,8 @@ def test_checkpoints_are_the_same(tmp_path: Path) -> None:
     put_checkpoint(store, 1, 200)
     store.close()
     ship(log, f"file://{tmp_path}/archive", "alice")
-    there = table("checkpoints", f"file://{tmp_path}/archive#alice")
-    assert there == table("checkpoints", str(log))
+    there = rows_here("checkpoints", f"file://{tmp_path}/archive#alice")
+    assert there == rows_here("checkpoints", str(log))
     assert [(row["checkpoint_id"], row["sequence_id"], row["ok"]) for row in there] == [(1, 200, True)]
 
 
@@ -217,7 +208,7 @@ def test_a_partition_fetches_its_own_segments_alone(tmp_path: Path) -> None:
     found = [row for part in parts for batch in reader.read(part) for row in batch.to_pylist()]
     assert [row["sequence_id"] for row in found] == list(range(11))
     with pytest.raises(LogError, match=r"segments/.* is missing"):
-        table("records", url)
+        rows_here("records", url)
 
 
 @pytest.mark.parametrize("at", [0, 2, -1])
@@ -229,7 +220,7 @@ def test_a_damaged_segment_is_said_and_not_skipped(tmp_path: Path, at: int) -> N
     data[len(data) // 2] ^= 1
     segment.write_bytes(data)
     with pytest.raises(LogError, match=f"{segment.name} is damaged"):
-        table("records", f"file://{tmp_path}/archive#alice")
+        rows_here("records", f"file://{tmp_path}/archive#alice")
 
 
 def test_another_history_is_read_as_it_is(tmp_path: Path) -> None:
@@ -238,10 +229,10 @@ def test_another_history_is_read_as_it_is(tmp_path: Path) -> None:
     for count in (100, 50):
         log = make_log(tmp_path / f"{count}" / "log", "alice", specs_of("alice")[:count])
         ship(log, url, "alice")
-        assert len(table("records", url)) == count
+        assert len(rows_here("records", url)) == count
         (tmp_path / "archive" / "alice").rename(tmp_path / f"archive-{count}")
     with pytest.raises(SourceError, match="there is no log in"):
-        table("records", url)
+        rows_here("records", url)
 
 
 def test_one_whose_place_another_took_while_it_was_read(tmp_path: Path) -> None:
@@ -268,7 +259,7 @@ def test_one_whose_place_another_took_while_it_was_read(tmp_path: Path) -> None:
 def test_what_is_said_where_there_is_none(tmp_path: Path, url: str, said: str) -> None:
     ship(make_log(tmp_path / "log", "alice", []), f"file://{tmp_path}/archive", "alice")
     with pytest.raises(SourceError) as caught:
-        table("records", url.format(folder=tmp_path))
+        rows_here("records", url.format(folder=tmp_path))
     assert str(caught.value).startswith(said.format(folder=tmp_path))
     assert "hunter2" not in str(caught.value)
 
@@ -278,16 +269,16 @@ def test_a_key_that_is_missing_or_another_one(tmp_path: Path, monkeypatch: pytes
     url = f"file://{tmp_path}/archive"
     ship(make_log(tmp_path / "log", "alice", specs_of("alice")), url, "alice", Cipher.of_file(key))
     with pytest.raises(LogError, match=f"is encrypted: give its secret key in {KEY_FILE_VARIABLE}"):
-        table("records", url)
+        rows_here("records", url)
     (tmp_path / "other").mkdir()
     monkeypatch.setenv(KEY_FILE_VARIABLE, str(secret_key(tmp_path / "other")))
     with pytest.raises(LogError, match="cannot be decrypted with the keys of the key file"):
-        table("records", url)
+        rows_here("records", url)
     monkeypatch.setenv(KEY_FILE_VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(LogError, match=r"the key file .*nowhere cannot be read"):
-        table("records", url)
+        rows_here("records", url)
     monkeypatch.setenv(KEY_FILE_VARIABLE, str(key))
-    assert len(table("records", url)) == COUNTS["alice"]
+    assert len(rows_here("records", url)) == COUNTS["alice"]
 
 
 def test_an_archive_is_only_read(tmp_path: Path) -> None:
@@ -307,14 +298,14 @@ def test_a_role_that_may_only_read_is_enough(tmp_path: Path, postgres: Postgres)
     postgres.execute("DROP ROLE IF EXISTS auditor; CREATE ROLE auditor LOGIN", database=database)
     reading = url.replace("owner@", "auditor@")
     with pytest.raises(SourceError, match="permission denied"):
-        table("records", reading)
+        rows_here("records", reading)
     for grant in (
         "GRANT USAGE ON SCHEMA immortal TO auditor",
         "GRANT SELECT ON immortal.schema_version, immortal.heads, immortal.leases, immortal.records, immortal.rows"
         " TO auditor",
     ):
         postgres.execute(grant, database=database)
-    assert without_times(table("records", reading)) == expected(record_rows)
+    assert without_times(rows_here("records", reading)) == expected(record_rows)
     with pytest.raises(LogError, match="permission denied"):
         open_log(f"{reading}#alice", "alice")
     postgres.execute("DROP OWNED BY auditor; DROP ROLE auditor", database=database)
@@ -327,7 +318,7 @@ def test_few_connections_are_kept(tmp_path: Path, postgres: Postgres) -> None:
     database = url.split("/")[3].split("?")[0]
     counts = set()
     for partition_size_bytes in (1 << 30, 2048, 256):
-        table("records", url, partitionBytes=partition_size_bytes)
+        rows_here("records", url, partitionBytes=partition_size_bytes)
         gc.collect()
         counts.add(postgres.execute(count, database=database)[0][0])
     assert len(counts) == 1, "each partition has left connections of its own"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import io
@@ -262,6 +263,22 @@ def _server(environment: dict[str, str]) -> socket.socket:
         room = {"ROOM": " " * _ENVIRONMENT_BYTES_MAX}
         subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**environment, **room})
     return ours
+
+
+@functools.cache  # once in a process
+def start_at_first_use() -> None:
+    """Start the server when Popen is first told to start what it can fork."""
+    execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def execute_child(process: Any, args: Any, *more: Any) -> None:
+        if isinstance(args, (list, tuple)) and _module_of(args) is not None:
+            subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+            start()
+            subprocess.Popen._execute_child(process, args, *more)  # type: ignore[attr-defined]
+        else:
+            execute(process, args, *more)
+
+    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
 
 
 # --- in the server ----------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ _LONG = (  # more than 50 ms of a processor for each test
     "tests/contract/test_log_backup.py",
     "tests/contract/test_log_readers_full.py",
     "tests/contract/test_messenger",
-    "tests/contract/test_pipeline_places.py",
+    "tests/contract/test_pipeline_",
     "tests/contract/test_replay_host.py",
     "tests/contract/test_sdk_",
     "tests/fuzz/",

@@ -41,7 +41,7 @@ class Postgres:
         if self._user is not None:
             shutil.chown(self.folder, self._user)
         self._log = self.folder / "log"
-        self._run("initdb", "-D", str(self._data), "-U", "owner", "-A", "trust", "-E", "UTF8", "--no-locale")
+        self._run("initdb", "-N", "-D", str(self._data), "-U", "owner", "-A", "trust", "-E", "UTF8", "--no-locale")
         self._server: subprocess.Popen[bytes] | None = None
         self.start()
 
