@@ -271,7 +271,7 @@ def start_at_first_use() -> None:
     execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute_child(process: Any, args: Any, *more: Any) -> None:
-        if isinstance(args, (list, tuple)) and _module_of(args) is not None:
+        if isinstance(args, (list, tuple)) and _program_of(args) is not None:
             subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
             start()
             subprocess.Popen._execute_child(process, args, *more)  # type: ignore[attr-defined]

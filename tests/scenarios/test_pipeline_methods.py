@@ -14,13 +14,12 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from immortal.pipeline.errors import SourceError
-from immortal.pipeline.reading import close_shared
 from immortal.pipeline.source import ImmortalSource
 from immortal.protocol.messages import RpcKind, RpcType
 from immortal.protocol.trailer import BatchKind
 from tests.helpers.pipeline_app import arguments
 from tests.helpers.pipeline_logs import START_NS, Batch, Call, RecordSpec, flip, make_log
-from tests.helpers.spark import read, rows, rows_here
+from tests.helpers.spark import read, rows
 from tests.helpers.typed_app import ALL_TYPES, SELL, Color, Part, Place, Tag
 
 TILL, TILL2, OTHER = (f"tests.helpers.typed_app:{name}" for name in ("Till", "Till2", "Other"))
