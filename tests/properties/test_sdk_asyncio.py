@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,9 +14,10 @@ import immortal
 from immortal import Immortal, rpc
 from immortal.errors import UsageError
 from immortal.testing import Environment, crash_everywhere
+from tests.helpers.effort import effort
 from tests.helpers.virtual_loop import WaitsForEverError, run_virtually
 
-PROGRAMS_COUNT = int(os.environ.get("IMMORTAL_ASYNCIO_PROGRAMS", "300"))
+PROGRAMS_COUNT = effort(120)
 BATCH_COUNT = 20
 DEPTH_MAX = 4
 CRASHES_MAX = 3

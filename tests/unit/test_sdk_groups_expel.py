@@ -123,7 +123,7 @@ def test_the_others_go_on_without_a_dead_member() -> None:
         assert a.state.seen[-2:] == ["d0", "q1"]
 
 
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])
+@pytest.mark.parametrize("seed", range(effort(16)))
 def test_whenever_it_dies_and_comes_back(seed: int) -> None:
     with Environment(order=seed) as env:
         random = Random(seed)

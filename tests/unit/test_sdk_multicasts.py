@@ -63,7 +63,7 @@ def start(env: Environment) -> tuple[list[Instance[Book]], list[Instance[Sender]
 
 
 def test_all_destinations_see_one_order() -> None:
-    for order in range(10):
+    for order in range(effort(4)):
         with Environment(order=order) as env:
             books, senders = start(env)
             for number in range(8):
@@ -243,7 +243,7 @@ def test_what_waits_outlives_the_instance(how: str) -> None:
 
 
 def test_an_effect_never_comes_before_its_cause_by_a_third_party() -> None:
-    for order in range(30):
+    for order in range(effort(12)):
         with Environment(order=order) as env:
             x, y = env.start(Node, "x"), env.start(Node, "y")
             env.start(Node, "z")
@@ -272,7 +272,7 @@ def test_a_handler_that_fails_has_sent_no_multicast() -> None:
 
 
 def test_a_sender_can_be_a_destination() -> None:
-    for order in range(10):
+    for order in range(effort(4)):
         with Environment(order=order) as env:
             nodes = [env.start(Node, name) for name in "xyz"]
             for number in range(3):

@@ -202,7 +202,7 @@ def test_a_handle_comes_back_as_an_answer() -> None:
 
 
 def test_the_last_release_is_told_to_the_owner() -> None:
-    for order in range(20):
+    for order in range(effort(8)):
         with Environment(order=order) as env:
             exchange, broker, other = start(env)
             exchange.send(Exchange.open, "gold", ["broker"])
@@ -267,7 +267,7 @@ def test_an_answer_of_a_node_may_be_an_exception() -> None:
 def test_all_agree_what_came_before_the_destruction() -> None:
     """A multicast to the node and to the other holder: who hears it before it hears of the end, if the node got it."""
     outcomes = set()
-    for order in range(20):
+    for order in range(effort(8)):
         with Environment(order=order) as env:
             exchange, broker, other = start(env)
             exchange.send(Exchange.open, "gold", ["broker", "other"])
