@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from immortal.coordinator.service.process import die_with_parent
+from tests.faults.shims import library
 from tests.helpers.fork_server import EXEC_VARIABLE
 
 # A user's module that a command imports: it tells all that its process has of its parent.
@@ -34,6 +35,7 @@ told = {
     "argv": sys.argv[1:],
     "orig_argv": sys.orig_argv,
     "cmdline": Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").decode().split("\\0"),
+    "shown": sorted(Path("/proc/self/environ").read_bytes().rstrip(b"\\0").decode().split("\\0")),
     "name": sys.modules["__main__"].__spec__.name,
     "path": sys.path,
     "environment": dict(os.environ),
@@ -95,6 +97,7 @@ def surroundings(folder: Path, *, anew: bool, expects_anew: bool = False, **opti
     found: dict[str, Any] = json.loads((folder / ("anew" if anew else "forked")).read_text())
     is_fork = found.pop("is_fork")
     assert is_fork != (anew or expects_anew), "it is started in the other way"
+    found["shown"] = [one for one in found["shown"] if not one.startswith(("TOLD=", EXEC_VARIABLE))]
     for name in ("TOLD", EXEC_VARIABLE, "LC_CTYPE"):
         found["environment"].pop(name, None)
     return found
@@ -136,6 +139,12 @@ def test_it_has_what_its_parent_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["", "1"])
 def test_variables_that_python_reads_at_the_start(tmp_path: Path, variable: str, value: str) -> None:
     environment = {variable: value}
+    forked = surroundings(tmp_path, anew=False, environment=environment)
+    assert forked == surroundings(tmp_path, anew=True, environment=environment)
+
+
+def test_a_library_before_libc(tmp_path: Path) -> None:
+    environment = {"LD_PRELOAD": library("clock_shim")}
     forked = surroundings(tmp_path, anew=False, environment=environment)
     assert forked == surroundings(tmp_path, anew=True, environment=environment)
 

@@ -10,12 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.effort import effort
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 
 
 @pytest.mark.kills
 def test_each_trip_is_planned_and_booked_once() -> None:
-    command = [sys.executable, str(EXAMPLE / "kills.py"), "--trips", "6", "--kills", "4"]
+    command = [
+        sys.executable,
+        str(EXAMPLE / "kills.py"),
+        "--trips",
+        "6",
+        "--kills",
+        str(effort(2)),
+    ]  # each start imports seconds
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()

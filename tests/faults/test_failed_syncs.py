@@ -21,28 +21,13 @@ from immortal.log import create_log, open_log, open_reader
 from tests.faults.disk import Disk, shimmed
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_checkpoint, put_record
 from tests.faults.scene import Scene
+from tests.faults.writers import MODULE
 
 TRANSACTION_ID_OFFSET_BYTES = 144  # in a meta page
 REPOSITORY = Path(__file__).parents[2]
 PLACES = ("data-sync", "meta-sync", "journal-sync")
 
 Fail = Callable[[Disk, str, int], None]
-
-
-FIRST_SMALL_COMMIT = """
-import os, sys
-from pathlib import Path
-from immortal.coordinator.core.errors import LogError
-from immortal.log import create_log
-from tests.faults.sample_log import COMMITTER_ID, NAME, put_record
-store = create_log(Path(sys.argv[1]), NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
-Path(os.environ["DISK_SHIM_CONTROL"]).write_text(sys.argv[2])
-try:
-    put_record(store, 0)
-except LogError as error:
-    print(error)
-store.close()
-"""
 
 
 @pytest.fixture
@@ -76,7 +61,7 @@ def test_the_next_start_goes_on_where_it_failed_as_the_journal_was_made(tmp_path
     """Found by the soak: the tables can name a journal that was removed."""
     folder = tmp_path / "home" / "log"
     disk = Disk(tmp_path, folder)
-    command = [sys.executable, "-c", FIRST_SMALL_COMMIT, str(folder), f"{place} {what} {errno.EIO} once"]
+    command = [sys.executable, "-m", MODULE, "first_small_commit", str(folder), f"{place} {what} {errno.EIO} once"]
     told = subprocess.run(command, cwd=REPOSITORY, env=shimmed(disk), capture_output=True, text=True, check=True)
     assert "what is on disk is unknown until it is opened again" in told.stdout
     store = open_log(folder, NAME, map_size_bytes=1 << 24)

@@ -20,34 +20,14 @@ from immortal.log import create_log, log_exists, open_log
 from tests.faults.disk import Disk, shimmed
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_record
 from tests.faults.scene import Scene
+from tests.faults.writers import MODULE
 
 REPOSITORY = Path(__file__).parents[2]
 DISK_PAGES = 600
 
-START = """
-import sys
-from pathlib import Path
-from immortal.coordinator.core.errors import LogError
-from immortal.log import create_log, log_exists, open_log
-from tests.faults.sample_log import COMMITTER_ID, NAME, put_record
-folder = Path(sys.argv[1])
-try:
-    if log_exists(folder):
-        store = open_log(folder, NAME, map_size_bytes=1 << 24)
-    else:
-        store = create_log(folder, NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
-    first = store.summary().last_sequence_id + 1
-    for number in range(first, first + 2):
-        put_record(store, number)
-        print(number, flush=True)
-except (LogError, OSError) as error:
-    sys.exit(f"{type(error).__name__}: {error}")
-store.close()
-"""
-
 
 def start(folder: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", START, str(folder)]
+    command = [sys.executable, "-m", MODULE, "two_records", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
 
 

@@ -19,44 +19,16 @@ from immortal.coordinator.log.verify import verify_log
 from immortal.log import open_log
 from tests.faults.disk import Disk, Write, read_journal, shimmed, undone, without_power
 from tests.faults.sample_log import NAME, record
+from tests.faults.writers import MODULE
 
 REPOSITORY = Path(__file__).parents[2]
 ALWAYS_KEPT = 30  # number of drawn moments that each seed checks
-
-WRITER = """
-import os, random, sys
-from pathlib import Path
-from immortal.coordinator.core.interfaces import ImpulseBatch, Transaction
-from immortal.log import create_log
-from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record
-folder = Path(sys.argv[1])
-rng = random.Random(int(sys.argv[2]))
-acknowledged = os.open(folder / "acknowledged", os.O_WRONLY | os.O_CREAT)
-def tell(what, number):
-    os.pwrite(acknowledged, (b"%s %d" % (what, number)).ljust(30), 0)
-store = create_log(folder / "log", NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
-tell(b"created", 0)
-checkpoint_id = 0
-for number in range(60):
-    put_record(store, number, rng.choice((300, 300, 300, 5000, 40000)))
-    tell(b"record", number)
-    if rng.random() < 0.2:
-        impulse = ImpulseBatch(number + 1, 1, bytes(rng.randrange(5000)), "carol")
-        store.commit(Transaction(impulses=[impulse], epoch=number))
-        tell(b"epoch", number)
-    if rng.random() < 0.15:
-        checkpoint_id += 1
-        put_checkpoint(store, checkpoint_id, number, rng.choice((900, 9000, 30000)))
-        tell(b"checkpoint", checkpoint_id)
-        while store.trim(keep_checkpoints=2):
-            pass
-"""
 
 
 def write_under_watch(folder: Path, seed: int) -> Disk:
     disk = Disk(folder, folder / "watched", journal=True)
     (folder / "watched").mkdir()
-    command = [sys.executable, "-c", WRITER, str(folder / "watched"), str(seed)]
+    command = [sys.executable, "-m", MODULE, "all_kinds", str(folder / "watched"), str(seed)]
     subprocess.run(command, env=shimmed(disk), cwd=REPOSITORY, check=True, timeout=60)
     return disk
 

@@ -3,9 +3,11 @@
 Thousands of processes start in a run of the tests, and most of the run's processor time was their imports. The
 processes are real ones: each has its own arguments, environment, folder, descriptors, signals and process group, is a
 child of whoever called :class:`subprocess.Popen`, and can be killed. Only what happens before ``main`` is not repeated.
+The scripts of the examples and some other modules are forked too, for the processes that they start.
 
 It is for Linux on x86-64. A start that it cannot repeat exactly, such as that of another Python, of ``-c`` or of a
-function to call before the start, is an ordinary one. With IMMORTAL_TEST_EXEC=1 all of them are.
+function to call before the start, is an ordinary one. With IMMORTAL_TEST_EXEC=1 all of them are. A library to be loaded
+before libc (LD_PRELOAD) gets a server of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _PRELOADED = ("cli", "coordinator", "appsdk", "presenters", "protocol", "replay"
 _NOT_PRELOADED = ("immortal.appsdk.integrations", "immortal.appsdk.embedded", "immortal.appsdk.testing")
 _THREADED = ("numpy", "pandas", "pyarrow", "pyspark")  # their import starts threads, and what forks may have only one
 # Python reads these before main, or our modules when they are imported.
-_EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "IMMORTAL_PURE_PYTHON", "TZ", "IMMORTAL_FAULT")
+_EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "IMMORTAL_PURE_PYTHON", "TZ")
 _HANDLED = frozenset(
     {"PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"}
 )
@@ -51,9 +53,12 @@ _LIMITS = (
     resource.RLIMIT_AS,
     resource.RLIMIT_DATA,
 )
+_MODULES = ("immortal", "scripts.benchmarks", "tests.faults", "tests.soak", "uvicorn")
+_PRELOAD = "LD_PRELOAD"
+_EXAMPLES = Path(__file__).parents[2] / "examples"
 _REQUEST_BYTES_MAX = 1 << 20
 _DESCRIPTORS_MAX = 64
-_COMMAND_BYTES_MAX = 4000
+_COMMAND_BYTES_MAX, _ENVIRONMENT_BYTES_MAX = 4_000, 16_000
 _OWN_DESCRIPTORS = 900  # and above
 # By the locale, which is the same for a process that is forked.
 _STREAMS = [(stream.encoding, stream.errors) for stream in (sys.__stdin__, sys.__stdout__, sys.__stderr__) if stream]
@@ -103,11 +108,12 @@ class Origin(NamedTuple):
 
 
 class Client:
-    """Starts processes at a server that is a child of this process."""
+    """Starts processes at a server that is a child of this process. ``environment``: of servers that it may start."""
 
-    def __init__(self, server: socket.socket, early: dict[str, str]) -> None:
-        self._server = server
+    def __init__(self, server: socket.socket, early: dict[str, str], environment: dict[str, str] | None = None) -> None:
         self._early = early
+        self._environment = environment
+        self._servers = {early.get(_PRELOAD): server}
         self._origin = Origin.of_this_process()
         self._lock = threading.Lock()
 
@@ -121,7 +127,7 @@ class Client:
             first = _Preparation.of(preexec_fn)
             plain = not (executable or shell or gids) and close_fds and gid is uid is None and umask < 0
             environment = dict(os.environ if env is None else env)
-            if plain and first is not None and self._can_start(args, environment):
+            if plain and first is not None and (server := self._server_for(args, environment)):
                 request = Request(
                     argv=list(map(os.fspath, args)),
                     environment=environment,
@@ -139,7 +145,7 @@ class Client:
                 )
                 reads, writes, errors = pipes[0], pipes[3], pipes[5]
                 std = [own if own >= 0 else number for number, own in enumerate((reads, writes, errors))]
-                pid = self._start(request, [*std, *pass_fds])
+                pid = self._start(server, request, [*std, *pass_fds])
                 if pid is not None:
                     process.pid, process._child_created = pid, True
                     process._close_pipe_fds(*pipes)
@@ -149,42 +155,51 @@ class Client:
         execute_child.forks = True  # type: ignore[attr-defined]
         subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
 
-    def _can_start(self, args: Any, environment: Mapping[str, str]) -> bool:
+    def _server_for(self, args: Any, environment: Mapping[str, str]) -> socket.socket | None:
+        """Return the server that can start that command, if there is one."""
         if not isinstance(args, (list, tuple)) or not all(isinstance(word, str) for word in args):
-            return False
-        return (
-            _module_of(args) is not None
+            return None
+        preloaded = environment.get(_PRELOAD)
+        can_start = (
+            _program_of(args) is not None
             and not environment.get(EXEC_VARIABLE)
             and len("\0".join(args).encode()) < _COMMAND_BYTES_MAX
             and environment.get("PYTHONHASHSEED", "0") == "0"
-            and early_of(environment) == self._early
+            and early_of({**environment, _PRELOAD: ""}) == early_of({**self._early, _PRELOAD: ""})
             and not any(Path(path, "sitecustomize.py").exists() for path in _paths_of(environment))
             and Origin.of_this_process() == self._origin
         )
+        if not can_start:
+            return None
+        may_add = threading.current_thread() is threading.main_thread()  # a server dies with the thread that started it
+        if preloaded and preloaded not in self._servers and self._environment is not None and may_add:
+            self._servers[preloaded] = _server({**self._environment, _PRELOAD: preloaded})
+        return self._servers.get(preloaded)
 
-    def _start(self, request: Request, descriptors: list[int]) -> int | None:
+    def _start(self, server: socket.socket, request: Request, descriptors: list[int]) -> int | None:
         message = pickle.dumps(tuple(request))
         if len(message) > _REQUEST_BYTES_MAX or len(descriptors) > _DESCRIPTORS_MAX:
             return None
         with self._lock:
             try:
-                socket.send_fds(self._server, [len(message).to_bytes(4, "little")], descriptors)
-                self._server.sendall(message)
-                answer = self._server.recv(4)
+                socket.send_fds(server, [len(message).to_bytes(4, "little")], descriptors)
+                server.sendall(message)
+                answer = server.recv(4)
             except OSError:  # a closed standard stream, or a server that was killed
                 return None
         return int.from_bytes(answer, "little") or None
 
 
-def _module_of(args: Sequence[str]) -> str | None:
-    """Return the module that a command starts, or None if it is not one of ours in this same Python."""
+def _program_of(args: Sequence[str]) -> str | None:
+    """Return the module, or the example's script, that a command starts in this same Python; None if it is another."""
     words = list(args)
     if not words or words.pop(0) != sys.executable:
         return None
     if words[:1] == ["-P"]:
         words.pop(0)
-    is_ours = words[:1] == ["-m"] and len(words) > 1 and words[1].partition(".")[0] == "immortal"
-    return words[1] if is_ours else None
+    if words[:1] == ["-m"]:
+        return words[1] if len(words) > 1 and words[1].startswith(_MODULES) else None
+    return words[0] if words and Path(words[0]).is_relative_to(_EXAMPLES) else None
 
 
 class _Preparation(NamedTuple):
@@ -234,13 +249,19 @@ def start() -> None:
     """Start the server of this process, and let Popen use it, where the machine permits that."""
     if os.environ.get(EXEC_VARIABLE) or sys.platform != "linux" or platform.machine() != "x86_64" or _TID is None:
         return
-    ours, theirs = socket.socketpair()
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     environment.pop("PYTHONPATH", None)
+    Client(_server(environment), early_of(os.environ), environment).install()
+
+
+def _server(environment: dict[str, str]) -> socket.socket:
+    """Start a server; return the way to it."""
+    ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-P", __file__, str(theirs.fileno()), " " * _COMMAND_BYTES_MAX]
-        subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-    Client(ours, early_of(os.environ)).install()
+        room = {"ROOM": " " * _ENVIRONMENT_BYTES_MAX}
+        subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**environment, **room})
+    return ours
 
 
 # --- in the server ----------------------------------------------------------------------------------------------------
@@ -330,6 +351,10 @@ def _become(request: Request, descriptors: list[int]) -> None:
     os.umask(request.umask)
     os.environ.clear()
     os.environ.update(request.environment)
+    if _program_of(request.argv) == "immortal.appsdk":
+        os.environ.setdefault("PYTHONHASHSEED", "0")  # as it starts itself again otherwise
+    if plan := os.environ.get("IMMORTAL_FAULT_POINTS"):
+        _plant_faults(Path(plan))
     time.tzset()
     for limit, (soft, hard) in request.limits:
         resource.setrlimit(limit, (soft, hard))
@@ -340,16 +365,31 @@ def _become(request: Request, descriptors: list[int]) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
     argv = request.argv
-    _show(argv)
+    _show(argv, request.environment)
     sys.orig_argv[:] = argv
-    sys.argv[:] = argv[argv.index("-m") :]  # runpy puts the file in the place of -m
-    del sys.argv[1]
-    sys.path[:0] = [*([] if "-P" in argv[:2] else [request.folder]), *_paths_of(request.environment)]
+    program = _program_of(argv)
+    assert program is not None
+    is_module = "-m" in argv[:3]
+    sys.argv[:] = ["-m"] * is_module + argv[argv.index(program) + is_module :]  # runpy puts the file in the place of -m
+    own = request.folder if is_module else os.path.dirname(program)
+    sys.path[:0] = [*([] if "-P" in argv[:2] else [own]), *_paths_of(request.environment)]
     sys.dont_write_bytecode = bool(request.environment.get("PYTHONDONTWRITEBYTECODE"))
     unbuffered = bool(request.environment.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = _opened(0, unbuffered)  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _opened(1, unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _opened(2, unbuffered)  # type: ignore[misc]
+
+
+def _plant_faults(plan: Path) -> None:
+    """Arm the fault points, as their module and those that have its names do at their import."""
+    points = sys.modules["immortal.coordinator.fault_points"]
+    before, planned = points.reach, points._Plan(plan).reach
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get("reach") is before:
+            names["reach"] = planned
+            if "armed" in names:
+                names["armed"] = True
 
 
 def _opened(number: int, unbuffered: bool) -> Any:
@@ -367,13 +407,14 @@ def _opened(number: int, unbuffered: bool) -> Any:
     )
 
 
-def _show(argv: Sequence[str]) -> None:
-    """Show the arguments in /proc, where a person or a test looks for a process."""
+def _show(argv: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Show arguments and environment in /proc, where a person or a test looks for a process."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[45]), int(fields[46])
-    command = b"\0".join(map(os.fsencode, argv))
-    ctypes.memset(begin, 0, end - begin)
-    ctypes.memmove(begin, command, min(len(command), end - begin - 1))
+    for place, words in ((45, argv), (47, [f"{name}={value}" for name, value in environment.items()])):
+        begin, end = map(int, fields[place : place + 2])
+        shown = b"\0".join(map(os.fsencode, words))
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, shown, min(len(shown), end - begin - 1))
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -401,9 +442,8 @@ def main() -> None:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
             if os.getppid() != request.dies_with:
                 os._exit(1)
-        module = _module_of(request.argv)
-        assert module is not None
-        if module == "immortal.appsdk" or "coordinator" in request.argv:
+        program = _program_of(request.argv)
+        if program == "immortal.appsdk" or "coordinator" in request.argv:
             ours = None  # apps and coordinators start nothing, as a rule
             break
         parent = os.getpid()
@@ -419,12 +459,17 @@ def main() -> None:
         break
     _become(request, descriptors)
     if ours is not None:
-        Client(ours, early).install()
-    if not hasattr(sys.modules.get(module), "__path__"):
-        sys.modules.pop(module, None)  # it is to be __main__
+        adds = program == "tests.soak"  # its instances have disks that fail and clocks that jump
+        Client(ours, early, {**os.environ, "PYTHONHASHSEED": "0"} if adds else None).install()
+    assert program is not None
+    if not hasattr(sys.modules.get(program), "__path__"):
+        sys.modules.pop(program, None)  # it is to be __main__
     status: object = None
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if "-m" in request.argv[:3]:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
     except SystemExit as end:
         status = end.code
     _exit(status)
