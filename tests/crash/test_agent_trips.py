@@ -17,14 +17,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 
 @pytest.mark.kills
 def test_each_trip_is_planned_and_booked_once() -> None:
-    command = [
-        sys.executable,
-        str(EXAMPLE / "kills.py"),
-        "--trips",
-        "6",
-        "--kills",
-        str(effort(2)),
-    ]  # each start imports seconds
+    # Each start imports for seconds; two kills are one of each role.
+    command = [sys.executable, str(EXAMPLE / "kills.py"), "--trips", "6", "--kills", str(effort(2))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from immortal.testing import crash_everywhere
+from tests.helpers.effort import effort
 from tests.helpers.recorded import load_module
 
 FOLDER = Path(__file__).parents[2] / "examples" / "bank"
@@ -24,7 +25,7 @@ def bank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_every_transfer_is_settled_once_wherever_the_crash_comes(bank: Any) -> None:
     outcomes: set[str] = set()
-    for env in crash_everywhere(runs_max=40):
+    for env in crash_everywhere(runs_max=effort(15)):
         with env:
             banks = [env.start(bank.Bank, name) for name in bank.BANKS]
             teller = env.start(bank.Teller, "teller")
@@ -41,7 +42,7 @@ def test_every_transfer_is_settled_once_wherever_the_crash_comes(bank: Any) -> N
 
 
 def test_the_hook_goes_on_from_the_state_after_each_crash(bank: Any) -> None:
-    for env in crash_everywhere(runs_max=40):
+    for env in crash_everywhere(runs_max=effort(15)):
         with env:
             for name in bank.BANKS:
                 env.start(bank.Bank, name)

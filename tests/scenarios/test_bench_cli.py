@@ -62,7 +62,8 @@ def test_calls_in_words_where_the_user_has_a_module_called_bench(
     assert "disk: append + fdatasync" in bench(Path("logs"))
 
 
-def test_the_hops_of_a_call_add_up_to_it(tmp_path: Path) -> None:
+def test_the_hops_of_a_call_add_up_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("immortal.bench.calls.WHERE_CALLS", 200)
     figures = figures_of("--calls", "--where", "--repeats", "1", "--folder", str(tmp_path))
     times_us = {name: samples["immortal"][0] for name, samples in figures.items()}
     whole_us = times_us.pop("16 B: p50 with stamps")
