@@ -351,8 +351,6 @@ def _become(request: Request, descriptors: list[int]) -> None:
     os.umask(request.umask)
     os.environ.clear()
     os.environ.update(request.environment)
-    if _program_of(request.argv) == "immortal.appsdk":
-        os.environ.setdefault("PYTHONHASHSEED", "0")  # as it starts itself again otherwise
     if plan := os.environ.get("IMMORTAL_FAULT_POINTS"):
         _plant_faults(Path(plan))
     time.tzset()

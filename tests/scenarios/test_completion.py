@@ -18,15 +18,20 @@ from tests.helpers.projects import immortal
 BIN = Path(sys.executable).parent
 
 
-def completed(folder: Path, *words: str) -> list[str]:
-    """What bash offers for the last of ``words``."""
-    script = (
-        'eval "$(_IMMORTAL_COMPLETE=bash_source immortal)"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1));'
-        ' _immortal_completion immortal "${@: -1}" "${@: -2:1}"; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
+def completed(folder: Path, *lines: str) -> list[list[str]]:
+    """What bash offers for the last word of each line."""
+    script = """
+        eval "$(_IMMORTAL_COMPLETE=bash_source immortal)"
+        while read -ra COMP_WORDS; do
+            COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
+            _immortal_completion immortal "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}" < /dev/null
+            echo "${COMPREPLY[@]}"
+        done
+    """
     done = subprocess.run(
-        ["bash", "-c", script, "bash", "immortal", *words],
+        ["bash", "-c", script],
         cwd=folder,
+        input="".join(f"immortal {line}\n" for line in lines),
         capture_output=True,
         text=True,
         check=True,
@@ -34,19 +39,16 @@ def completed(folder: Path, *words: str) -> list[str]:
         env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"},
     )
     assert done.stderr == ""
-    return done.stdout.split()
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
 def test_commands_options_and_names_of_instances(tmp_path: Path) -> None:
     for name in ("shop", "stock", "till"):
         immortal(tmp_path, "register", name, "--peer", "tcp://127.0.0.1:*")
-    assert completed(tmp_path, "up") == ["up", "upgrade"]
-    assert completed(tmp_path, "run", "--rest") == ["--restart"]
-    for command in ("run", "stop", "status", "logs", "verify"):
-        assert completed(tmp_path, command, "s") == ["shop", "stock"], command
-    assert completed(tmp_path, "init", "--template", "a") == ["agent"]
-    assert completed(tmp_path, "--home", "elsewhere", "run", "s") == []
+    of_names = [f"{command} s" for command in ("run", "stop", "status", "logs", "verify")]
+    lines = ("up", "run --rest", "init --template a", "--home elsewhere run s", *of_names)
+    assert completed(tmp_path, *lines) == [["up", "upgrade"], ["--restart"], ["agent"], [], *[["shop", "stock"]] * 5]
 
 
 @pytest.mark.parametrize("name", sorted(cli._MODULES))
