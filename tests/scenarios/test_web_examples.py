@@ -74,6 +74,31 @@ def ask(shown: Browser, query: str) -> list[str]:
     return row.locator("td").all_inner_texts()
 
 
+def test_the_demo(tmp_path: Path) -> None:
+    """The first test: the browser of the others stays open, and a process has one at a time."""
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat\n" * 200)
+    run(tmp_path, "wordcount", "demo.py", str(text), "--crashes", "0", "--seed", "4")
+    with page_of(tmp_path, tmp_path / "browser") as shown:
+        assert ask(shown, "select key, value from counter.words order by value desc") == ["the", "400"]
+        go_to(shown, "counter", "self.words.get('cat') == 17")
+        page = shown.page
+        page.get_by_role("button", name="When did words['cat'] change?").click(force=True)
+        answer = page.locator("#answer")
+        answer.get_by_role("link").wait_for()
+        assert (answer.locator("del").inner_text(), answer.locator("ins").inner_text()) == ("16", "17")
+        page.get_by_role("button", name="Watch words['the']").click(force=True)
+        page.locator("#answer h3", has_text="Changes").wait_for()
+        looks_right(shown, "demo-travel")
+        page = shown.go("/i/reader/timeline?lanes=reader,counter")
+        page.wait_for_function("() => !document.getElementById('timeline').hasAttribute('aria-busy')")
+        looks_right(shown, "demo-timeline")
+        page = shown.go("/i/counter/messages?limit=20&at=0")
+        page.locator("tbody a", has_text="1:").first.click()
+        page.get_by_role("heading", name="Caused by").wait_for()
+        assert "Counter.count('the cat sat on the mat')" in page.locator(".call").inner_text()
+
+
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bank")
@@ -81,9 +106,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def bank(logs: Path, tmp_path: Path) -> Iterator[Browser]:
-    with page_of(logs, tmp_path) as shown:
+@pytest.fixture(scope="module")
+def bank(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with page_of(logs, tmp_path_factory.mktemp("browser")) as shown:
         yield shown
 
 
@@ -137,27 +162,3 @@ def test_a_bank_through_time_and_with_a_fee(bank: Browser) -> None:
     page.wait_for_url("**/what-if/*")
     page.locator(".note strong", has_text="different: ").wait_for()
     looks_right(bank, "bank-what-if")
-
-
-def test_the_demo(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat\n" * 200)
-    run(tmp_path, "wordcount", "demo.py", str(text), "--crashes", "0", "--seed", "4")
-    with page_of(tmp_path, tmp_path / "browser") as shown:
-        assert ask(shown, "select key, value from counter.words order by value desc") == ["the", "400"]
-        go_to(shown, "counter", "self.words.get('cat') == 17")
-        page = shown.page
-        page.get_by_role("button", name="When did words['cat'] change?").click(force=True)
-        answer = page.locator("#answer")
-        answer.get_by_role("link").wait_for()
-        assert (answer.locator("del").inner_text(), answer.locator("ins").inner_text()) == ("16", "17")
-        page.get_by_role("button", name="Watch words['the']").click(force=True)
-        page.locator("#answer h3", has_text="Changes").wait_for()
-        looks_right(shown, "demo-travel")
-        page = shown.go("/i/reader/timeline?lanes=reader,counter")
-        page.wait_for_function("() => !document.getElementById('timeline').hasAttribute('aria-busy')")
-        looks_right(shown, "demo-timeline")
-        page = shown.go("/i/counter/messages?limit=20&at=0")
-        page.locator("tbody a", has_text="1:").first.click()
-        page.get_by_role("heading", name="Caused by").wait_for()
-        assert "Counter.count('the cat sat on the mat')" in page.locator(".call").inner_text()
