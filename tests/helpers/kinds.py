@@ -100,7 +100,7 @@ ON_DISK = ("kills", "cluster", "network")  # all others have their files in memo
 DISK_MODULES = ("tests/contract/test_log_backup.py",)
 # In a parallel run, long tests begin first; the many small ones of the other folders fill the remaining time.
 _FIRST = ("tests/scenarios/test_pipeline_", "tests/crash/", "tests/faults/", "tests/scenarios/", "tests/contract/")
-_SHARES_NOTHING = ("tests/crash/test_soak.py", "tests/faults/test_matrix.py", "tests/simulation/")
+_SHARES_NOTHING = ("tests/crash/test_soak.py", "tests/simulation/")
 
 
 def kinds_of(test_id: str) -> set[str]:
@@ -121,6 +121,8 @@ def group_of(test_id: str) -> str:
     """Return the group of a test: tests of one group run in one process, one after the other."""
     if "cluster" in kinds_of(test_id):
         return "cluster"  # one Spark at a time: each takes seconds to start, and much memory
+    if test_id.startswith("tests/faults/"):
+        return "faults"  # each process that runs some has a server of forks for each library before libc
     if test_id.startswith(_SHARES_NOTHING):
         return test_id
     return test_id.partition("::")[0]  # a module's fixtures are set up once

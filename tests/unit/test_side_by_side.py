@@ -83,6 +83,7 @@ def test_each_kind_has_tests() -> None:
         ("tests/unit/test_cli.py::test_x[a::b]", set(), "tests/unit/test_cli.py"),
         ("tests/crash/test_bank.py::test_x", {"kills"}, "tests/crash/test_bank.py"),
         ("tests/crash/test_soak.py::test_x", {"kills"}, "tests/crash/test_soak.py::test_x"),
+        ("tests/faults/test_matrix.py::test_x", {"kills"}, "faults"),
         ("tests/scenarios/test_pipeline_cli.py::test_x", {"kills", "cluster"}, "cluster"),
         ("tests/scenarios/test_pipeline_demo.py::test_x", {"kills", "cluster"}, "cluster"),
         ("tests/simulation/test_world.py::test_x[1]", {"long"}, "tests/simulation/test_world.py::test_x[1]"),
