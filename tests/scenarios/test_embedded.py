@@ -76,10 +76,13 @@ if __name__ == "__main__":
 """
 
 
+SEEDED = {**os.environ, "PYTHONHASHSEED": "0"}  # without it each program starts itself once more
+
+
 class Program:
     """``python FILE`` in ``folder``; its lines are those of `immortal run`."""
 
-    def __init__(self, folder: Path, file: str, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, folder: Path, file: str, environment: Mapping[str, str] = SEEDED) -> None:
         self.folder = folder
         with (folder / "lines").open("a") as lines:
             self.process = subprocess.Popen(
@@ -133,7 +136,7 @@ def call(folder: Path, *arguments: str) -> str:
 
 
 def test_a_log_moves_between_one_process_and_two(folder: Path) -> None:
-    program = Program(folder, "shop.py").line("checkpoint taken")
+    program = Program(folder, "shop.py", os.environ).line("checkpoint taken")
     assert Registry(folder / HOME).load("shop").log_key == "file"
     assert call(folder, "shop", "sell", "3") == "3"
     program.kill()
