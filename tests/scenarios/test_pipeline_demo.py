@@ -16,7 +16,7 @@ from immortal.cli import main
 from immortal.coordinator.core.interfaces import IMPULSES
 
 DEMO = Path(__file__).parents[2] / "examples" / "wordcount" / "demo.py"
-LINES = 10_000
+LINES = 4_000
 pytestmark = pytest.mark.usefixtures("spark")
 
 

@@ -161,7 +161,7 @@ def tail(spark: SparkSession, log: Path, target: Path, **options: object) -> Non
         .trigger(availableNow=True)
         .start()
     )
-    assert query.awaitTermination(60)
+    assert query.awaitTermination(300)
 
 
 def test_a_stream_goes_on_exactly_where_it_was(spark: SparkSession, tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_a_stream_goes_on_exactly_where_it_was(spark: SparkSession, tmp_path: Pa
     specs = random_specs(5, 60)
     make_log(home / "alice" / "log", "alice", specs[:25])
     make_log(home / "bob" / "log", "bob", random_specs(6, 10))
-    tail(spark, home, tmp_path, maxRecordsPerBatch=7)
+    tail(spark, home, tmp_path, maxRecordsPerBatch=12)
     with_offsets = len(list((tmp_path / "offsets" / "offsets").glob("[0-9]*")))
-    assert with_offsets >= 5  # 35 records, 7 at a time
+    assert with_offsets >= 3  # 35 records, 12 at a time
     store = open_log(home / "alice" / "log", "alice", map_size_bytes=1 << 22)
     store.commit(transaction_of(specs[25:]))
     store.close()
