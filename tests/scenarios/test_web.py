@@ -332,9 +332,9 @@ def test_messages_that_are_looked_for(shown: Browser) -> None:
     shown.go("/i/desk/messages?size=1000000")
     assert page.locator("tbody tr").count() == 1
     shown.go("/i/desk/messages?latency=100000000")
-    assert "No message here is like that" in page.locator("tbody").inner_text()
+    assert "No message matches" in page.locator("tbody").inner_text()
     for wrong, why in (
-        ("re=(", "is no regular expression"),
+        ("re=(", "is not a regular expression"),
         ("at=x", "a record's number"),
         ("size=-1", "a whole number"),
     ):
@@ -503,7 +503,7 @@ def test_the_token_is_typed_once_for_what_forms_do(shown: Browser) -> None:
     looks_right(shown, "travel-token")
     page.get_by_label("Python expression").nth(1).fill("6 * 7")
     evaluate = page.locator("form", has=page.get_by_role("button", name="Evaluate"))
-    for typed, answer in (("wrong", "that is not the token"), (shown.server.token, "42")):
+    for typed, answer in (("wrong", "the token is wrong"), (shown.server.token, "42")):
         evaluate.get_by_label("Token").fill(typed)
         page.get_by_role("button", name="Evaluate").click()
         page.locator("#answer", has_text=answer).wait_for()
@@ -521,7 +521,7 @@ def test_the_token_is_typed_once_for_what_forms_do(shown: Browser) -> None:
     assert page.get_by_label("Token").is_hidden()
     page.get_by_label("The new class").fill("desk:Ledger")
     page.get_by_role("button", name="Run").click()
-    page.get_by_text("that is not the token").wait_for()
+    page.get_by_text("the token is wrong").wait_for()
     shown.errors.clear()
     page = shown.go("/i/ledger/what-if")
     assert page.get_by_label("Token").is_visible()
@@ -659,7 +659,7 @@ def test_sql_over_all_instances(shown: Browser) -> None:
     assert "<i>" in page.locator("#found thead").inner_text()
     assert len(page.content()) < 200_000  # one of them has 1 MiB
     ask("select * from range(1000)")
-    page.locator("#count", has_text="500 rows, and more than these").wait_for()
+    page.locator("#count", has_text="500 rows, and there are more").wait_for()
     ask("selec", "x")
     page.get_by_role("alert").get_by_text("a record's number, or a time").wait_for()
 
@@ -690,7 +690,7 @@ def test_a_page_that_only_shows(shown: Browser) -> None:
     token = csrf_of(shown.server.ask("/i/desk/what-if")[1])
     for path in ("do/checkpoint", "executions/do/cancel"):
         assert shown.server.ask(f"/i/desk/{path}", "POST", f"csrf={token}&ids=1")[0] == 403
-    assert "Cancel what was found" not in shown.server.ask("/i/desk/executions?state=waiting")[1]
+    assert "Cancel all found" not in shown.server.ask("/i/desk/executions?state=waiting")[1]
 
 
 def test_actions(shown: Browser, fleet: Fleet) -> None:
@@ -703,25 +703,25 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         page.get_by_role("link", name="Take a checkpoint").click()
         looks_right(shown, "action")
         page.get_by_role("button", name="Take it").click()
-        page.get_by_text("a checkpoint is on its way").wait_for()
+        page.get_by_text("a checkpoint is requested").wait_for()
         until(lambda: "behind record" in server.ask("/i/desk")[1])
         page.goto(f"{server.url}/i/desk")
         page.locator("h2:has-text('Waiting handlers') ~ table >> nth=0 >> tbody a").click()
-        page.get_by_role("link", name="Give it this event").click()
+        page.get_by_role("link", name="Send this event").click()
         page.get_by_label("Value, as JSON").fill("no json")
-        page.get_by_role("button", name="Give it").click()
+        page.get_by_role("button", name="Send it").click()
         page.get_by_text("is not JSON").wait_for()
         shown.errors.clear()  # the browser notes the status
         page.go_back()
         page.get_by_label("Value, as JSON").fill('{"yes": true}')
-        page.get_by_role("button", name="Give it").click()
+        page.get_by_role("button", name="Send it").click()
         page.locator(".note.good").wait_for()
         with connect("desk", home=fleet.folder / HOME) as desk:
             desk.begin("nobody")
         page.goto(f"{server.url}/i/desk")
         page.locator("h2:has-text('Waiting handlers') ~ table >> nth=0 >> tbody a").click()
         page.get_by_role("link", name="Cancel this handler").click()
-        page.get_by_label("Why").fill("<b>enough</b>")
+        page.get_by_label("Reason").fill("<b>enough</b>")
         page.get_by_role("button", name="Cancel it").click()
         page.locator(".note.good").wait_for()
         with connect("desk", home=fleet.folder / HOME) as desk:
@@ -733,7 +733,7 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         page.get_by_label("Handler").fill("ask")
         page.get_by_role("button", name="Show").click()
         looks_right(shown, "executions-actions")
-        page.get_by_role("link", name="Terminate what was found").click()
+        page.get_by_role("link", name="Terminate all found").click()
         looks_right(shown, "executions-do")
         assert "'ann'" in page.locator("form.confirm").inner_text()
         page.get_by_role("button", name="Terminate").click()
@@ -802,7 +802,7 @@ def test_pause_an_effect_now_and_single_dead_letters(shown: Browser, fleet: Flee
         assert "ValueError" in page.locator("tbody").inner_text()
         looks_right(shown, "dead-letters")
         page.get_by_role("link", name="Drop").first.click()
-        page.get_by_role("button", name="Drop it for good").click()
+        page.get_by_role("button", name="Drop it permanently").click()
         page.locator(".note.good", has_text="the dead letter is dropped").wait_for()
         until(lambda: server.ask("/i/desk/dead-letters")[1].count("Try again") == 1)
         page.goto(f"{server.url}/i/desk/dead-letters")
