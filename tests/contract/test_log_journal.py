@@ -146,7 +146,7 @@ def test_one_flipped_bit_in_an_entry_is_put_right(tmp_path: Path) -> None:
             assert (reader.last_sequence_id(), len(list(reader.values(0)))) == (2, 3)
         mended = reopened(copy)
         assert mended.summary().last_sequence_id == 2, offset_bytes
-        assert "one flipped bit was put right" in mended.repairs[0]
+        assert "one flipped bit was corrected" in mended.repairs[0]
         mended.close()
     store.close()
 
