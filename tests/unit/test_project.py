@@ -206,14 +206,14 @@ def test_a_class_of_another_version_than_the_log(tmp_path: Path, monkeypatch: py
     assert version_gap(registry, till("shop2:Till", 2, 1)) is None
     behind = version_gap(registry, till("shop:Till", 1))
     assert behind == VersionGap(
-        "till is of version 2, and the project names shop:Till, which has no such version:"
-        ' write app = "shop2:Till" in immortal.toml, which it ran last',
+        "till has version 2, but the project names shop:Till, which lacks that version:"
+        ' write app = "shop2:Till" in immortal.toml, the class that it ran last',
         can_upgrade=False,
     )
     ahead = version_gap(registry, till("shop3:Till", 3, 2))
     assert ahead is not None
     assert ahead.stays
-    assert ahead.text == "till stays at version 2, and shop3:Till is of version 3"
+    assert ahead.text == "till stays at version 2, but shop3:Till has version 3"
     request_upgrade(registry, till("shop3:Till", 3, 2))
     requested = version_gap(registry, till("shop3:Till", 3, 2))
     assert requested is not None
