@@ -224,7 +224,7 @@ def test_the_state_can_be_looked_into(
     assert {"path": "lines", "old": 5, "new": made.lines} in diff_states(app, old, app, new)
     assert diff_states(app, new, app, new) == []
     new.write_bytes(b"no state")
-    with pytest.raises(ReplayError, match=r"the state can't be looked into: .*8 bytes"):
+    with pytest.raises(ReplayError, match=r"the state can't be inspected: .*8 bytes"):
         show_state(app, new)
 
 
