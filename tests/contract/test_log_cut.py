@@ -437,7 +437,7 @@ def test_nothing_is_cut_where_the_removal_fails(log: Path, monkeypatch: pytest.M
         raise lmdb.DiskError("full")
 
     monkeypatch.setattr(TableWriter, "delete", fail)
-    with pytest.raises(LogError, match="could not be cut, it is as it was"):
+    with pytest.raises(LogError, match="could not be cut, and is unchanged"):
         cut(log, 12)
     assert last_sequence_id(log) == 19
 

@@ -404,7 +404,7 @@ def test_what_verify_says_of_the_last_entry(tmp_path: Path) -> None:
     flip(copy, 2 * BLOCK_SIZE_BYTES + 100)
     (found,) = [finding for finding in verify_log(copy).findings() if finding.place == "journal"]
     assert found.severity is Severity.DAMAGE
-    assert "put right; the next start makes that last" in found.message
+    assert "corrected; the next start makes that last" in found.message
     flip(copy, 2 * BLOCK_SIZE_BYTES + 110)
     (found,) = [finding for finding in verify_log(copy).findings() if finding.place == "journal"]
     assert found.severity is Severity.NOTE

@@ -97,7 +97,7 @@ def test_all_that_a_service_may_say(tmp_path: Path) -> None:
         ),
         (
             '[services.a]\napp = "m:C"\nenvironment = { A = 1 }\n',
-            ", line 3, field 'services.a.environment': got {'A': 1}, expected a text for each name, but 'A' is none",
+            ", line 3, field 'services.a.environment': got {'A': 1}, expected a text for each name, but 'A' has none",
         ),
         (
             '[services.a]\napp = "m:C"\neffects = { "m:charge" = "charge" }\n',
@@ -190,7 +190,7 @@ def test_the_registry_follows_and_keeps_what_is_not_said(tmp_path: Path) -> None
     now = registry.load("shop")
     assert (now.keep_checkpoints, now.tuning.clock_hold_s, now.spill_limit_mb, now.peer) == (None, 5, 9, port)
     assert "# by hand" in path.read_text()
-    with pytest.raises(ConfigError, match="name its port"):
+    with pytest.raises(ConfigError, match="give its port"):
         register(registry, service(peer="tcp://0.0.0.0:*"))
 
 
