@@ -172,9 +172,9 @@ def test_only_services_that_use_the_file_start_again(tmp_path: Path, start: Star
     (tmp_path / "immortal.toml").write_text(project.replace("shop:Till", "tills:Till"))
     dev = start()
     (tmp_path / "prices.py").write_text("PRICE = 101\n")
-    dev.see("shop starts again")
+    dev.see("shop restarts")
     dev.see("shop ", "ready")
-    assert not any("till starts again" in line for line in dev.lines)
+    assert not any("till restarts" in line for line in dev.lines)
 
 
 def test_what_cant_be_imported_changes_nothing_until_it_can(tmp_path: Path, start: Start) -> None:
@@ -186,8 +186,8 @@ def test_what_cant_be_imported_changes_nothing_until_it_can(tmp_path: Path, star
     order(tmp_path, 1)
     dev.see("till has 200")
     save(tmp_path, RENAMED)
-    dev.see("till starts again")
-    dev.see("shop starts again")
+    dev.see("till restarts")
+    dev.see("shop restarts")
 
 
 def test_what_changed_while_something_was_broken_is_not_forgotten(tmp_path: Path, start: Start) -> None:
@@ -202,7 +202,7 @@ def test_what_changed_while_something_was_broken_is_not_forgotten(tmp_path: Path
     save(tmp_path, f"{mended}\n1 / 0\n")
     dev.see("the saved code can't be run")
     save(tmp_path, mended)
-    dev.see("till starts again")
+    dev.see("till restarts")
 
 
 def test_settings_and_services_change_with_the_project(tmp_path: Path, start: Start) -> None:
@@ -216,7 +216,7 @@ def test_settings_and_services_change_with_the_project(tmp_path: Path, start: St
     dev.see("stall: registered")
     dev.see("stall ", "ready")
     assert "keep_checkpoints = 5" in (tmp_path / ".immortal" / "shop.toml").read_text()
-    assert not any("till starts again" in line for line in dev.lines)
+    assert not any("till restarts" in line for line in dev.lines)
     (tmp_path / "immortal.toml").write_text(project.partition("\n[services.stall]")[0])
     dev.see("stall is no longer a service of the project")
     dev.see("stall ", "both stopped")

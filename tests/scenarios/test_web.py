@@ -776,7 +776,7 @@ def test_pause_an_effect_now_and_single_dead_letters(shown: Browser, fleet: Flee
         page.goto(f"{server.url}/i/desk")
         page.get_by_role("link", name="Pause").click()
         page.get_by_role("button", name="Pause it").click()
-        page.locator(".note.good", has_text="paused; what comes in is logged").wait_for()
+        page.locator(".note.good", has_text="paused; incoming messages are logged").wait_for()
         page.goto(f"{server.url}/i/desk")
         page.locator(".note.warn", has_text="paused by ").wait_for()
         looks_right(shown, "paused")
@@ -835,7 +835,7 @@ def test_a_timeline_of_what_is_looked_for(shown: Browser) -> None:
     assert (sender, sent_us <= time_us) == (0, True)
     assert all(lane["all"] for lane in lanes), "an empty lane tells a window without messages from an empty log"
     status, text, _ = shown.server.ask(f"{asked}&re=(")
-    assert (status, "no regular expression" in text) == (422, True)
+    assert (status, "not a regular expression" in text) == (422, True)
     assert json.loads(shown.server.ask(f"/i/desk/timeline.json?lanes=spare&{whole}")[1])["lanes"][0]["problem"]
     assert shown.server.ask("/i/desk/timeline.json?lanes=desk&from=5&to=5")[0] == 400
 
