@@ -616,7 +616,7 @@ def test_queries_of_an_instance_that_runs(shown: Browser) -> None:
     page.get_by_role("button", name="Ask").click()
     assert json.loads(page.locator("#answer").inner_text()) == {"<b>none": 0}
     looks_right(shown, "query")
-    for arguments, problem in (("5", "a list of all arguments"), ("[", "is no list"), ("[1]", "Expected `str`")):
+    for arguments, problem in (("5", "a list of all arguments"), ("[", "is not a JSON"), ("[1]", "Expected `str`")):
         page.get_by_label("Arguments").fill(arguments)
         page.get_by_role("button", name="Ask").click()
         page.get_by_role("alert").get_by_text(problem).wait_for()
@@ -624,7 +624,7 @@ def test_queries_of_an_instance_that_runs(shown: Browser) -> None:
     asked = shown.server.ask("/i/desk/queries", "POST", f"csrf={token}&query=add&arguments=[%22a%22,1]")
     assert "is no query (its queries: amount)" in asked[1].replace("&#39;", "'")
     assert shown.server.ask("/i/desk/queries", "POST", "query=amount")[0] == 403
-    assert "Its class has none" in shown.server.ask("/i/ledger/queries")[1]
+    assert "Its class has no queries" in shown.server.ask("/i/ledger/queries")[1]
 
 
 def test_sql_over_all_instances(shown: Browser) -> None:
