@@ -75,7 +75,7 @@ def _get(index: ExecutionIndex, name: str, key: int) -> Execution:
         record = id_of(key).partition(":")[0]
         hint = "" if key > 0 else f", 'immortal log show {name} --from {record} --to {record}' shows the record"
         raise ExecutionsError(
-            f"{name!r} has no execution {id_of(key)}: it is older than what is kept, or there never was one;"
+            f"{name!r} has no execution {id_of(key)}: it is no longer kept, or never existed;"
             f" 'immortal executions {name}' lists them{hint}"
         )
     return found
@@ -87,7 +87,7 @@ def execution_states(sessions: Sessions, name: str, one: Execution) -> Values:
     The log is replayed for this. Raises ExecutionsError, ReplayError.
     """
     if one.record < 0 or (one.state != "waiting" and one.ended_record is None):
-        raise ExecutionsError(f"in which record execution {one.id} began and ended is not known")
+        raise ExecutionsError(f"the records in which execution {one.id} began and ended are not known")
     place = one.ended_record, one.ended_message
     since = one.record, one.message
     found: Values = sessions.ask(name, "between", since=since, record=place[0], index=place[1])
@@ -105,7 +105,7 @@ def _live(settings: InstanceSettings, found: Execution) -> Values:
     try:
         answer = control.query(settings.folder, "handlers", ASK_S, argument={"task": found.key})
     except ControlError as error:
-        return {"problem": f"what it waits for, its app knows: {error}"}
+        return {"problem": f"only its app knows what it waits for: {error}"}
     one = answer.get("handler")
     if one is None:
         return {"problem": str(answer.get("error", "it has just ended: look again"))}
@@ -162,7 +162,7 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
     if one.origin is not None:
         yield f"  repeats    {one.plain()['origin']}"
     for repeat in view["repeats"]:
-        yield f"  begun anew as {repeat.id}, {repeat.state}"
+        yield f"  restarted as {repeat.id}, {repeat.state}"
     if one.key > 0:
         yield ""
         yield f"  {counted(len(view['steps']), 'step')}{':' if view['steps'] else ''}"
@@ -181,7 +181,7 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
     if one.record >= 0:
         yield ""
         yield f"  the state then: 'immortal replay {name} --to {one.record} --state'"
-        yield f"  what has changed meanwhile: 'immortal executions {name} {one.id} --states'"
+        yield f"  its state before and after: 'immortal executions {name} {one.id} --states'"
         yield f"  with other code: 'immortal what-if {name} --app MODULE:CLASS'"
 
 
@@ -200,20 +200,18 @@ def chosen(settings: InstanceSettings, verb: str, query: Query, ids: Sequence[st
     """
     if bool(ids) == (query != Query()):
         raise ExecutionsError(
-            f"say which to {verb}, by IDs or by conditions: --where LABEL=VALUE, --handler, --caller, --since, --text"
+            f"give the executions to {verb}, as IDs or by --where LABEL=VALUE, --handler, --caller, --since, --text"
         )
     with open_index(settings.folder, settings.name) as index:
         if ids:
             named = [_get(index, settings.name, key_of_id(one)) for one in ids]
             if calls := [one.id for one in named if one.key < 0]:
-                raise ExecutionsError(
-                    f"{', '.join(calls)}: a call of a 'def' handler is done at once: no {verb} for it"
-                )
+                raise ExecutionsError(f"{', '.join(calls)}: {verb} works only for 'async def' handlers")
             return named
         state = query.state if verb == "restart" else "waiting"
         found = index.find(msgspec.structs.replace(query, state=state, limit=AT_ONCE_MAX + 1))
     if len(found) > AT_ONCE_MAX:
-        raise ExecutionsError(f"more than {AT_ONCE_MAX:,} are like that: narrow it down, such as by --since or --state")
+        raise ExecutionsError(f"more than {AT_ONCE_MAX:,} executions match: add conditions, such as --since or --state")
     return [one for one in found if one.key > 0 and (state or one.state != "waiting")]
 
 
@@ -229,11 +227,11 @@ def order_for(settings: InstanceSettings, verb: str, one: Execution, given: Valu
     if given["arguments"] is not None:
         data = msgspec.msgpack.encode(given["arguments"])
     if data is None:
-        raise ExecutionsError(f"the arguments of {one.id} are too large to be kept: give them by --arguments")
+        raise ExecutionsError(f"the arguments of {one.id} are too large to be kept: give them with --arguments")
     request = {"task": one.key, "method": one.method_id, "arguments": msgspec.to_builtins(data)}
     if given["from_step"] > 1:
         if journal is None or one.state == "waiting":
-            raise ExecutionsError(f"the steps of {one.id} are not kept: it waits, or had none, or has too large ones")
+            raise ExecutionsError(f"the steps of {one.id} are not kept: it waits, had none, or they were too large")
         before = [entry for entry in decode_journal(journal) if 0 < entry.step < given["from_step"]]
         request["journal"] = msgspec.to_builtins(msgspec.msgpack.encode(before))
     return request

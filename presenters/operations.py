@@ -24,7 +24,7 @@ Peer = dict[str, Any]
 def retry_problem(name: str, answer: Values) -> str:
     """Return the reason why no effect was retried; "" if one was."""
     if "retried" not in answer:
-        return f"the app of {name!r} has an SDK that tries no effect at once: restart it with this one"
+        return f"the app of {name!r} uses an SDK that is too old to retry effects: restart it with this one"
     return "" if answer["retried"] else str(answer["text"])
 
 
@@ -92,8 +92,8 @@ def describe_wait_end(name: str, number: int, wait: Values) -> str:
     if kind == "call":
         to = wait["to"]
         if not to:
-            return "ends with the answer of a handler of its own: it is in this list, called by itself"
-        return f"ends with the answer of {to}: 'immortal handlers {to}', 'immortal peers show {name}'"
+            return "ends when a handler of the same instance answers (in this list, called by itself)"
+        return f"ends when {to} answers: 'immortal handlers {to}', 'immortal peers show {name}'"
     if kind == "timer":
         return f"ends at {wait['due']}"
     if kind == "event":
@@ -173,20 +173,20 @@ def consequences(name: str, peer: str, known: Peer) -> Iterator[str]:
     yield f"this makes {name} forget which log {peer} has (committer {known['committer_id']}):"
     if acknowledged is not None:
         yield (
-            f"  {name} to {peer}: the first {acknowledged} calls, which {peer} acknowledged, are not sent again: what"
-            f" its log has not is lost to it"
+            f"  {name} to {peer}: the first {acknowledged} calls, which {peer} acknowledged, are not sent again: those"
+            f" that its log lacks are lost"
         )
         waiting = "" if made is None else f" ({made - acknowledged} of {made})"
         yield (
-            f"    what is not acknowledged{waiting} is sent to the log that {peer} has then; any of it that is there"
-            f" already is executed twice"
+            f"    calls not acknowledged{waiting} are sent to the new log of {peer}; calls that it already has are"
+            f" executed twice"
         )
     if received is not None:
         yield (
-            f"  {peer} to {name}: {received} calls are here; a new log of {peer} begins with its call 1, and what"
-            f" it makes again is executed twice"
+            f"  {peer} to {name}: {name} has received {received} calls; a new log of {peer} starts at call 1, so"
+            f" calls that it makes again are executed twice"
         )
-    yield f"  if {peer} turns out to have the log that it had, whole, nothing is lost or doubled"
+    yield f"  if {peer} still has its old log, complete, nothing is lost or executed twice"
 
 
 def live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:

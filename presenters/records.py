@@ -206,7 +206,7 @@ def grouped_lines(described: Iterable[dict[str, Any]], index: ExecutionIndex) ->
         if found is not None:
             yield printable(f"execution {found.id}: {found.call}, {found.state}")
         else:
-            yield "of no execution that is listed"
+            yield "not part of a listed execution"
         yield from (f"    {printable(line)}" for line in lines)
 
 
@@ -268,10 +268,10 @@ def describe_message(message: bytes, decoder: ArgumentDecoder | None) -> dict[st
     the answer, and its number.
     """
     if not message:
-        return {"method": None, "problem": "the message is not kept: it is too large"}
+        return {"method": None, "problem": "the message is too large to be kept"}
     rpc = rpc_of(message)
     if rpc is None:
-        return {"method": None, "problem": "it is no call that can be read", "bytes": _hex(message)}
+        return {"method": None, "problem": "it is not a readable call", "bytes": _hex(message)}
     described: dict[str, Any] = {"method": None, "type": _type(rpc)}
     problem = None
     if decoder is not None:

@@ -33,7 +33,7 @@ RUNNING = "running"
 FAILED = "failed"
 READY = frozenset(phase.value for phase in WORKS | {Phase.FOLLOWING})
 KEPT = (STARTING, "restarting", FAILED)  # states that only the process of the project knows
-_VERDICTS = {"kept": " (what they had done before stands)"}
+_VERDICTS = {"kept": " (their earlier changes are kept)"}
 _STATES = {"normal": RUNNING, "taking a checkpoint": RUNNING}
 
 
@@ -101,7 +101,7 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
 def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
     """Return the status fields that the log of an instance has. Raises LogError."""
     if not log_exists(settings.log):
-        lost = f"it had a log, and there is none in {settings.log}: bring it back ('immortal doctor {settings.name}')"
+        lost = f"its log is missing from {settings.log}: bring it back ('immortal doctor {settings.name}')"
         return {"name": settings.name, "phase": NOT_STARTED} | (
             {"problems": [lost]} if own_logs.had_log(settings) else {}
         )
@@ -170,24 +170,24 @@ def problems(row: dict[str, Any]) -> list[str]:
 def _problems(row: dict[str, Any], name: str) -> Iterator[str]:
     if row.get("held_up_for"):
         limits = "peer_buffer_mib_max and spill_limit_mb"
-        yield f"its app is held up: too much waits for {', '.join(row['held_up_for'])} ({limits})"
+        yield f"its app is held up: too much output waits for {', '.join(row['held_up_for'])} ({limits})"
     if paused := row.get("paused"):
-        yield f"paused by {_by_and_since(paused)}; what comes in is logged, and waits ('immortal resume {name}')"
+        yield f"paused by {_by_and_since(paused)}; incoming messages are logged and wait ('immortal resume {name}')"
     yield from map(format_waits, row.get("multicasts", ()))
     if unsaved := format_unsaved(row):
         yield unsaved
     if (row.get("log") or {}).get("full"):
         yield f"no input is taken from peers, and no impulses: {row['log']['full']}"
     if row.get("log_silent_s") is not None:
-        yield f"the log does not answer since {age_text(row['log_silent_s'])} ago, trying again"
+        yield f"the log has not answered for {age_text(row['log_silent_s'])}, trying again"
     clock = row.get("clock") or {}
     if clock.get("ahead_s"):
         yield f"{clock_problem(clock)} ('immortal clock {name}')"
     brought = row.get("app_version")
     if brought not in (None, row.get("version")) and row.get("upgrade_to") is None and row.get("version") is not None:
         yield (
-            f"version {row['version']} runs, and its class is of version {brought}: 'immortal up --upgrade' in a"
-            f" project, or 'immortal upgrade {name} --to {brought}' and a restart, upgrade it"
+            f"it runs version {row['version']}, but its class has version {brought}: to upgrade it, use 'immortal up"
+            f" --upgrade' in a project, or 'immortal upgrade {name} --to {brought}' and a restart"
         )
     if row.get("upgrade_problem"):
         failed = f"the upgrade to version {row['upgrade_to']} failed: {row['upgrade_problem']}"
@@ -201,7 +201,7 @@ def format_unsaved(row: dict[str, Any]) -> str:
     if not unsaved:
         return ""
     since = f"for {age_text(unsaved['for_s'])}, its state can't be saved: {unsaved['since']}"
-    return f"no checkpoints {since}; {unsaved['costs']}. What helps: {unsaved['ways_out']}"
+    return f"no checkpoints {since}; {unsaved['costs']}. To fix it: {unsaved['ways_out']}"
 
 
 def clock_problem(clock: dict[str, Any]) -> str:
@@ -211,7 +211,7 @@ def clock_problem(clock: dict[str, Any]) -> str:
     if clock.get("slowed"):
         return f"the machine's clock is {way}, which runs 5 % slower until both agree"
     left_s = max(0.0, clock["hold_s"] - clock["held_s"])
-    return f"the machine's clock is {way}, and not believed for {age_text(left_s)} more"
+    return f"the machine's clock is {way}, and not trusted for another {age_text(left_s)}"
 
 
 def _failed(row: dict[str, Any]) -> Iterator[str]:
@@ -223,12 +223,12 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
         what = handling.get("method") or "a message"
         yield f"handling {what} for {handling.get('for_s', 0):.0f} s, record {handling.get('record')}{by}"
     if suspect:
-        yield f"its app has ended without a word {_times(suspect['runs'])}{_place(suspect)}"
+        yield f"its app has ended without an error message {_times(suspect['runs'])}{_place(suspect)}"
     for caller, deaths in (row.get("deaths_caused") or {}).items():
         yield f"calls of {caller} have ended its app {'once' if deaths == 1 else f'{deaths} times'}"
     if nested := row.get("nested"):
         senders = ", ".join(f"{count} of {caller}" for caller, count in nested.items())
-        yield f"messages that were refused as they are nested too deeply: {senders}"
+        yield f"messages refused because they are nested too deeply: {senders}"
     failed = {kind: count for kind, count in verdicts.items() if isinstance(count, int) and count}
     if failed:
         counts = ", ".join(f"{count} {kind}{_VERDICTS.get(kind, '')}" for kind, count in failed.items())
@@ -274,7 +274,7 @@ def rate_text(rate: float | None) -> str:
 def format_paused(answer: Values) -> str:
     """Format the result of a pause."""
     if answer["changed"]:
-        return "paused; what comes in is logged, and waits until it is resumed"
+        return "paused; incoming messages are logged, and wait until it is resumed"
     return f"it is paused already, by {_by_and_since(answer['paused'])}"
 
 

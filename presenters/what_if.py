@@ -65,7 +65,7 @@ class Report:
         if set(outcome.results) == set(Side) and not any(result.failure for result in outcome.results.values()):
             try:
                 if any(result.blob_check is None for result in outcome.results.values()):
-                    raise ReplayError("an app that says no Hello is asked for none in a what-if of an upgrade")
+                    raise ReplayError("an app without a Hello gives no state in a what-if of an upgrade")
                 self.state = self._state_differences(blob_paths)
                 self.unanswered = self._unanswered(blob_paths[Side.NEW])
             except ReplayError as error:
@@ -276,7 +276,7 @@ class Report:
     def lines(self) -> Iterator[str]:
         outcome, findings = self._outcome, self._outcome.findings
         old, new = self._apps[Side.OLD].name, self._apps[Side.NEW].name
-        yield f"what if {new} had handled the log of {self._name!r}, and not {old}?"
+        yield f"what if {new} had handled the log of {self._name!r}, instead of {old}?"
         start = outcome.route.checkpoint
         begin = f"taken after record {start.sequence_id}" if start.sequence_id >= 0 else "the first one"
         yield (
@@ -287,7 +287,7 @@ class Report:
         yield from (f"note: {note}" for note in outcome.notes)
         yield from printable_lines(outcome.upgrade_now_error)
         if outcome.by_position:
-            yield "note: the apps do not tell which input made which call: calls are compared place by place"
+            yield "note: the apps do not tell which input made which call: calls are compared by position"
         yield from (f"not worked out: {one.text}" for one in self.not_worked_out)
         if findings.first:
             yield ""
@@ -360,7 +360,7 @@ class Report:
         yield f"the {side.value} code fails at record {exception['record']}, message {exception['message']}{call}"
         trace = [line for line in rest if line.startswith("    ")]
         yield from trace[-TRACEBACK_LINES_MAX:] or [f"    {first}"]
-        yield "nothing behind it was compared"
+        yield "nothing after it was compared"
 
     def _end_lines(self) -> Iterator[str]:
         ends = self._outcome.ends
@@ -374,14 +374,14 @@ class Report:
             if side in ends:
                 yield f"{ends[side]}"
             else:
-                yield f"{self._apps[side].name} goes on there"
-        yield "what is compared is before that"
+                yield f"{self._apps[side].name} continues there"
+        yield "only what comes before is compared"
 
     def _unanswered_lines(self) -> Iterator[str]:
         for one in self.unanswered[: self._limit]:
             yield f"{call_text(one)} waits for an answer that the log does not have: {one['waits_for']}"
         if len(self.unanswered) > self._limit:
-            yield f"and {len(self.unanswered) - self._limit:,} more that wait so"
+            yield f"and {len(self.unanswered) - self._limit:,} more"
 
     def _state_lines(self) -> Iterator[str]:
         if self.state_problem:

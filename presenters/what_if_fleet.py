@@ -60,8 +60,8 @@ def _all_parts(outcome: FleetOutcome) -> Iterator[Part]:
     fates = [
         (one.name, each.method, f"{each.count:,}", each.fate, each.example) for one in services for each in one.fates
     ]
-    yield Part("Calls that fail otherwise", "", ("service", "call", "calls", "fate", "example"), fates)
-    yield Part("What follows from what", tree=outcome.consequences)
+    yield Part("Calls that fail differently", "", ("service", "call", "calls", "fate", "example"), fates)
+    yield Part("Causes and consequences", tree=outcome.consequences)
     states = [
         (one.name, each["path"], value_text(each, "old"), value_text(each, "new"))
         for one in services
@@ -77,7 +77,9 @@ def _all_parts(outcome: FleetOutcome) -> Iterator[Part]:
         heads = ("service", what, "outcome", "time")
         yield Part(name, "", heads, [[one[head] for head in heads] for one in found])
     if seeds.runs > 1:
-        chart = bars("orders that end alike", "orders", [(f"as seed {one.seed}", one.count) for one in seeds.ends])
+        chart = bars(
+            "orders with the same outcome", "orders", [(f"as seed {one.seed}", one.count) for one in seeds.ends]
+        )
         rows = [(f"{one.seed}", f"{one.count:,}", f"{one.broken:,}", one.example) for one in seeds.ends]
         heads = ("first seed", "orders", "check fails", "difference from seed 0")
         yield Part("Orders", chart, heads, rows, lines=list(seed_lines(seeds))[:1])

@@ -58,7 +58,7 @@ class LiveReport:
         self._last.append(event)
         if self._lines[key] > LINES_MAX:
             return ""
-        more = "; the next ones like this are only counted" if self._lines[key] == LINES_MAX else ""
+        more = "; further ones like this are only counted" if self._lines[key] == LINES_MAX else ""
         return f"{_place(event)}: {event.text} ({event.lag_s:.1f} s later){more}"
 
     def restarts(self, name: str, behind: int) -> None:
@@ -73,10 +73,10 @@ class LiveReport:
     def outcome_lines(self) -> Iterator[str]:
         yield ""
         if isinstance(self._outcome, FleetOutcome):
-            yield f"what follows in the fleet, as of {time_text(self._outcome_ns)}:"
+            yield f"consequences in the fleet, as of {time_text(self._outcome_ns)}:"
             yield from outcome_lines(self._outcome)
         else:
-            yield f"note: what follows in the fleet is not known: {self._outcome}"
+            yield f"note: the consequences in the fleet are not known: {self._outcome}"
 
     @property
     def totals(self) -> list[Progress]:
@@ -108,7 +108,7 @@ class LiveReport:
             yield "different"
         elif self._missed:
             names = ", ".join(sorted(self._missed))
-            yield f"no difference in what was compared; the notes say which records of {names} were not"
+            yield f"no difference in the compared records; the notes say which records of {names} were not compared"
         else:
             yield "no difference"
 
@@ -125,10 +125,10 @@ class LiveReport:
             Part("Notes", lines=list(self._notes)),
         ]
         if isinstance(outcome := self._outcome, FleetOutcome):
-            title = f"What follows in the fleet, as of {time_text(self._outcome_ns)}"
+            title = f"Consequences in the fleet, as of {time_text(self._outcome_ns)}"
             parts[1:1] = [
                 Part(title, "", *service_rows(outcome)),
-                Part("What follows from what", tree=outcome.consequences),
+                Part("Causes and consequences", tree=outcome.consequences),
             ]
         shown = [part for part in parts if part.rows or part.lines or part.tree]
         texts = ("service", "state", "to", "call", "kind", "time", "message", "difference")

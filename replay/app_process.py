@@ -192,11 +192,11 @@ class AppCommand(Struct, frozen=True):
         """
         if app == BY_HAND:
             if code is not None:
-                raise ReplayError(f"{code} is for an app that is started from here: leave it out, or name the class")
+                raise ReplayError(f"{code} is for an app that this command starts: leave it out, or name the class")
             limit_mib = ARGUMENTS_SIZE_MIB_DEFAULT if settings is None else settings.rpc_limit_mb
             return cls(BY_HAND, rpc_limit_mib=limit_mib, settings=settings, ports=ports)
         if ports is not None:
-            raise ReplayError("a port is for an app that is started by hand: give it with --app -")
+            raise ReplayError("a port is for an app started by hand: use it with --app -")
         argv = [sys.executable, "-P", "-m", "immortal.appsdk", app, "--address", "{address}", "--trace"]
         if strict:
             argv.append("--strict")
@@ -251,7 +251,7 @@ def default_app(name: str, registered: str | None, summary: LogSummary, version:
     if registered is not None:
         return registered
     raise ReplayError(
-        f"nothing says which app {name!r} is: give it with --app MODULE:CLASS (or --app - for one of yours)"
+        f"the app of {name!r} is not known: give it with --app MODULE:CLASS (or --app - and start it by hand)"
     )
 
 
@@ -275,7 +275,7 @@ def own_code(settings: InstanceSettings, summary: LogSummary, version: int, sequ
         first = 0 if kept is None else kept.first
         return OwnCode(default_app(settings.name, settings.app, summary, version), first=first)
     digest = kept.digest[:DIGEST_SHOWN_SIZE]
-    note = f"the code that made it, kept with the log (digest {digest}): on disk is another one now"
+    note = f"the code that made it, kept with the log (digest {digest}); the code on disk differs"
     return OwnCode(kept.app, kept.archive(folder), note, kept.first)
 
 
@@ -329,8 +329,7 @@ def forgotten_notes(subjects: Iterable[str]) -> list[str]:
         person = personal_keys.find(subject)
         since = person.forgotten if person is not None else "an earlier day"
         made.append(
-            f"{subject!r} was forgotten on {since}: handlers get None in place of the data, and do other things than"
-            f" before"
+            f"{subject!r} was forgotten on {since}: handlers get None in place of the data, and can behave differently"
         )
     return made
 
@@ -404,11 +403,11 @@ def _inspect(*arguments: str, what: str = "the state", code: Path | None = None)
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip()
-        raise ReplayError(f"{what} can't be looked into: {said or f'status {done.returncode}'}")
+        raise ReplayError(f"{what} can't be inspected: {said or f'status {done.returncode}'}")
     try:
         return decoding.load_json(done.stdout)
     except ValueError as error:
-        raise ReplayError(f"{what} can't be looked into: the answer is no JSON: {error}") from None
+        raise ReplayError(f"{what} can't be inspected: the answer is not JSON: {error}") from None
 
 
 def methods_of(registered: str | None, given: str | None) -> Methods | None:

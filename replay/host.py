@@ -525,7 +525,7 @@ class LocalRun:
             self.pass_on()
         if not self.session.wants_blob:
             name, why = self.source.identity.instance_name, self.app.error or "it has ended"
-            raise ReplayError(f"{name}: {self.definition.name} does not take the state: {why}")
+            raise ReplayError(f"{name}: {self.definition.name} does not accept the state: {why}")
         self.session.blob_is_complete()
         self.pass_on()
 

@@ -73,8 +73,8 @@ class LogViewError(ImmortalError):
 def never_was(name: str, problem: str) -> str:
     """Return the error text for a state that can't be shown because other code than that of ``name`` made its log."""
     return (
-        f"the state of {name} there would be one that never was: {problem}. Its code has changed without an upgrade, or"
-        f" does what a replay can't repeat: see 'immortal verify {name}'; with the code that made the log it can be had"
+        f"{name} never had the state that this replay gives: {problem}. Its code has changed without an upgrade, or"
+        f" does what a replay can't repeat: see 'immortal verify {name}', or replay with the code that made the log"
     )
 
 
@@ -122,7 +122,7 @@ class RecordedLog:
         data = path.read_bytes()
         if not data.startswith(MAGIC):
             raise LogFormatError(
-                f"{path} is no recorded log (it begins with {data[:8]!r}): 'immortal log export NAME FILE' makes one"
+                f"{path} is not a recorded log (it begins with {data[:8]!r}): 'immortal log export NAME FILE' makes one"
             )
         packed = memoryview(data)[_FRONT_SIZE_BYTES:]
         if crc64(packed) != int.from_bytes(data[len(MAGIC) : _FRONT_SIZE_BYTES], "little"):
@@ -130,7 +130,7 @@ class RecordedLog:
         try:
             contents = decoding.decode(zlib.decompress(packed), type=_Contents)
         except (decoding.DecodeError, zlib.error) as error:
-            raise LogFormatError(f"{path} can't be read, perhaps it is of another version: {error}") from None
+            raise LogFormatError(f"{path} can't be read, perhaps it has another version: {error}") from None
         found = cls(contents)
         for sequence_id, value in enumerate(contents.values, contents.summary.first_sequence_id):
             check_value(value, sequence_id, found.identity.committer_id)

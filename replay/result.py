@@ -222,7 +222,7 @@ def reached(result: ReplayResult) -> str:
     """Return in words how far the replay got."""
     if result.failure is not None:
         return f"up to record {result.failure.sequence_id}, message {result.failure.message_index}, which failed"
-    return f"to record {result.last_sequence_id}" if result.records else "with no record behind it"
+    return f"to record {result.last_sequence_id}" if result.records else "with no record after it"
 
 
 # Outcomes of failing messages: messages that fail for the first time, and those whose outcome changed.
@@ -310,7 +310,7 @@ def format_failure(verdict: Verdict) -> str:
     elif verdict.kind is VerdictKind.SKIPPED:
         how = f"skipped by an operator: {verdict.text}"
     elif verdict.kind is VerdictKind.TAKEN_BACK:
-        how = f"taken back behind record {verdict.behind}: {verdict.text}"
+        how = f"taken back after record {verdict.behind}: {verdict.text}"
     else:
         how = f"{verdict.type_name}: {verdict.text}" if verdict.text else verdict.type_name
     return printable(how)

@@ -213,7 +213,7 @@ def state_problem(source: RecordSource, route: Route, app: AppCommand, first_rec
         if section.state_is_same is False:
             differences = section.state.differences if section.state is not None else ()
             where = f", such as {differences[0]['path'] or 'all of it'}" if differences else ""
-            return f"at checkpoint {end.checkpoint_id} (after record {end.sequence_id}) its state is another one{where}"
+            return f"at checkpoint {end.checkpoint_id} (after record {end.sequence_id}) its state differs{where}"
     return ""
 
 
@@ -330,7 +330,7 @@ class ProvingSink(CheckingSink):
                 continue
             if finding.divergence is not None:
                 return format_divergence(finding.divergence, name, methods, shown=1)
-            return f"{name!r} does not do again what it did before: its calls to itself are others than in the log"
+            return f"{name!r} does not repeat what its log has: its calls to itself are different"
         return ""
 
     def see_next(self, last_sequence_id: int) -> None:

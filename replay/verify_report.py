@@ -75,9 +75,7 @@ class Report:
     def _counts(self) -> Iterator[str]:
         for to, count in sorted(self._section.counts.items()):
             unproved = self._section.unproved.get(to, 0)
-            hint = (
-                f", of which the last {unproved:,} can't be told: the log has no mark behind them" if unproved else ""
-            )
+            hint = f", of which the last {unproved:,} can't be told: the log has no mark after them" if unproved else ""
             yield f"{count:,} to {to or 'itself'}{hint}"
 
     def _output_lines(self, finding: OutputDivergence) -> Iterator[str]:
@@ -100,7 +98,7 @@ class Report:
             return format_divergence(replace(divergence, made=()), self._name, self._methods)
         to = f"the calls to {divergence.destination!r}" if divergence.destination else "the calls to itself"
         return (
-            f"{self._name!r} does more than it did before: by a checkpoint, {to} had reached number "
+            f"{self._name!r} makes more calls than before: by a checkpoint, {to} had reached number "
             f"{divergence.after_position}; the replay makes {divergence.made_position}"
         )
 
@@ -140,9 +138,9 @@ class Report:
         end = self._section.end
         where = f"of checkpoint {end.checkpoint_id}" if end is not None else "at the end"
         if finding.problem is not None:
-            yield f"{self._mark}: the state {where} is another one: {finding.problem}"
+            yield f"{self._mark}: the state {where} differs: {finding.problem}"
             return
-        yield f"{self._mark}: the state {where} is another one:"
+        yield f"{self._mark}: the state {where} differs:"
         for difference in finding.differences[:DIFFERENCES_MAX]:
             then, now = (_value(difference, side) for side in ("old", "new"))
             yield f"  {difference['path']}: then {then}, now {now}"
@@ -209,7 +207,7 @@ class Report:
 
 
 def ended_text(ended: AppExitedError) -> str:
-    return f"the app ended here, as it did then: at record {ended.sequence_id}, behind which the log has nothing"
+    return f"the app ended here, as before: at record {ended.sequence_id}, the last in the log"
 
 
 def format_whole_call(message: bytes, destination: str, methods: Methods) -> str:

@@ -213,14 +213,13 @@ def _notes(app: AppCommand, results: Mapping[Side, ReplayResult], route: Route, 
     ran = route.last_version
     if new.description is not None and (own := new.description.version) != ran:
         yield (
-            f"{app.name} is of version {own}; what ran is the version {ran} that it holds, as in the log:"
-            f" --upgrade tries version {own}"
+            f"{app.name} has version {own}; its version {ran} ran here, as in the log: --upgrade tries version {own}"
         )
     if route.versions:
         last = route.versions[-1]
         yield (
-            f"the records up to {last.sequence_id} were handled by versions before {last.version}, and are by their"
-            f" code on both sides: what differs is looked for behind them (--upgrade: from the first checkpoint on)"
+            f"the records up to {last.sequence_id} were handled by versions before {last.version}, whose code runs them"
+            f" on both sides: differences are looked for after them (--upgrade: from the first checkpoint on)"
         )
 
 
@@ -318,7 +317,7 @@ class _Run:
         if old is not None and new is not None and os.path.realpath(old.file) == os.path.realpath(new.file):
             raise ReplayError(
                 f"the old code is {old.file} as well, so the new code would be compared with itself: start it from the"
-                " folder of the old code, without the other one on PYTHONPATH, or name the old class with --old-app"
+                " folder of the old code, without the new code on PYTHONPATH, or name the old class with --old-app"
             )
 
     def add(self, side: Side, destination: str, outputs: Outputs, *, by_position: bool) -> None:
@@ -516,7 +515,7 @@ def not_worked_out(name: str, outcome: WhatIf, waiting: int) -> Iterator[Unknown
     for (destination, _, _), kinds in outcome.findings.counts.items():
         counts[ONESELF if destination == name else destination] += kinds.total()
     if own := counts.pop(ONESELF, 0):
-        text = f"what {counted(own, 'other call')} to itself would do: the log's were handled in their place"
+        text = f"what {counted(own, 'other call')} to itself would do: the calls in the log were handled instead"
         yield Unknown(
             Why.ONESELF, own, hides_state=True, text=f"{text}, so the state and the calls made then may differ"
         )
@@ -538,7 +537,5 @@ def not_worked_out(name: str, outcome: WhatIf, waiting: int) -> Iterator[Unknown
         yield Unknown(Why.FAILURE, 1, hides_state=True, text="what the new code would do with any record")
     elif failed and new is not None:
         first = min(failure.sequence_id for failure in failed.values())
-        text = (
-            f"what is different behind record {first}, where the {' and the '.join(s.value for s in failed)} code fails"
-        )
+        text = f"what differs after record {first}, where the {' and the '.join(s.value for s in failed)} code fails"
         yield Unknown(Why.FAILURE, len(failed), hides_state=True, text=text)

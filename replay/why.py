@@ -75,7 +75,7 @@ class Step(Struct):
         name = self.instance if self.record is None else f"{self.instance} {self.record}:{self.message}"
         yield indent + role + "  ".join(filter(None, (name, self.time, self.call)))
         if self.handler is not None:
-            yield f"{indent}     goes on: {self.handler}"
+            yield f"{indent}     continues in: {self.handler}"
         if self.line is not None:
             yield f"{indent}     {_line_text(self.line)}"
         for line in self.behind:
@@ -126,7 +126,7 @@ class Minimal(Struct):
     value: str | None
 
     def lines(self) -> Iterator[str]:
-        fewest = "so far, as there was no time for more" if self.is_cut else "of which none can be left out"
+        fewest = "the fewest found in time" if self.is_cut else "of which none can be left out"
         since = "the first start" if self.begins_at < 0 else f"record {self.begins_at}"
         yield f"inputs since {since} that give it this value: {len(self.inputs)} of {self.of}, {fewest}"
         for one in self.inputs:
@@ -200,7 +200,7 @@ class Explainer:
         while True:  # each stretch of the log by the code that handled it
             found = self._sessions.ask(name, "change_behind_checkpoint", record=record, index=message, path=path)
             if record != asked and found["now"] != began and not found["is_cut"]:
-                step = Step(name, note=f"the upgrade behind record {record} converted it, and no message changed it")
+                step = Step(name, note=f"the upgrade after record {record} converted it, and no message changed it")
                 return step, found | {"began": began}
             if found.get("at") is not None and not found["is_cut"]:
                 return tuple(found["at"]), found
@@ -229,7 +229,7 @@ class Explainer:
             step.call, step.line, step.handler = found["message"], found["line"], found["handler"]
             step.behind = found["behind"]
             if found["is_cut"]:
-                step.line, step.note = None, "no time to find the line"
+                step.line, step.note = None, "the line was not found in time"
             elif not found["changed"] and not role:
                 step.note = "an upgrade before this message converted it, and no message changed it"
             elif step.line is None:
@@ -254,10 +254,10 @@ class Explainer:
         try:
             found = self._sessions.ask(step.instance, "had", **asked)
         except ImmortalError as error:
-            step.note = step.note or f"what it had before is not known: {_first_line(error)}"
+            step.note = step.note or f"its earlier results are not known: {_first_line(error)}"
             return
         if found["is_cut"]:
-            step.note = step.note or "no time to find all that it had before"
+            step.note = step.note or "not all its earlier results were found in time"
         for record, message, call in reversed(found["had"]):
             cause = Step(step.instance, record, message, role="had", call=call)
             if self._is_new(cause):
@@ -306,7 +306,7 @@ class Explainer:
         elif not self._steps_left:
             step.note = "not followed further: --steps is the limit"
         elif time.monotonic() > self._until_s:
-            step.note = "not followed further: there was no more time"
+            step.note = "not followed further: the time was up"
         else:
             self._steps_left -= 1
             self._seen.add(key)
@@ -333,7 +333,7 @@ class Explainer:
         except ImmortalError as error:
             return Step(sender, role="sent", note=f"what made this call is not known: {_first_line(error)}")
         if found["at"] is None:
-            why = "no time to look through all of its log" if found["is_cut"] else "its log does not reach back so far"
+            why = "its log was not searched in time" if found["is_cut"] else "its log does not reach back that far"
             return Step(sender, role="sent", note=f"what made this call is not known: {why}")
         how = {"path": "", "destination": to, "number": found["number"]}
         return self._step(sender, tuple(found["at"]), "sent", how)
@@ -393,7 +393,7 @@ def _not_found(name: str, path: str, record: int, found: Values) -> str:
     since = found["since"]
     if found["now"] is None:
         return (
-            f"{name} has no value at {path}, nor had it one before: 'immortal replay {name} --to {record} --state'"
+            f"{name} has no value at {path}, now or before: 'immortal replay {name} --to {record} --state'"
             " shows all that there is"
         )
     if since is None or since < 0:

@@ -145,44 +145,44 @@ ACTIONS = {
         "checkpoint",
         "Take a checkpoint",
         "Take it",
-        "The app saves its state now. A recovery, and time travel, begin there.",
-        done=lambda answer: "a checkpoint is on its way: it is taken as soon as the app answers",
+        "The app saves its state now. A recovery or a replay can start from it.",
+        done=lambda answer: "a checkpoint is requested: it is taken as soon as the app answers",
     ),
     "pause": Action(
         "pause",
         "Pause this instance",
         "Pause it",
-        "The app gets no more input until it is resumed. What comes in is logged, and waits; who waits for an answer "
-        "waits too. A restart ends the pause.",
+        "The app gets no input until it is resumed. Incoming messages are logged and wait; callers wait for their "
+        "answers. A restart ends the pause.",
         done=format_paused,
     ),
     "resume": Action(
         "resume",
         "Resume this instance",
         "Resume it",
-        "The app goes on with what its log has for it.",
+        "The app handles the waiting input of its log, then new input.",
         done=format_resumed,
     ),
     "cancel": Action(
         "cancel",
         "Cancel a waiting handler",
         "Cancel it",
-        "'Cancelled' is raised where it waits; it cleans up, and ends. Who waits for its answer gets CallCancelled.",
-        (_TASK, Field("reason", "Why: the handler and its caller are told", reason)),
+        "'Cancelled' is raised at the line where it waits; it cleans up and ends. Its caller gets CallCancelled.",
+        (_TASK, Field("reason", "Reason, for the handler and its caller", reason)),
     ),
     "terminate": Action(
         "terminate",
         "Terminate a waiting handler",
         "Terminate it",
-        "It ends where it waits, whatever it would do about that: none of its code runs any more, not even a "
-        "'finally'. Who waits for its answer gets CallCancelled.",
-        (_TASK, Field("reason", "Why: its caller is told", reason)),
+        "It ends at the line where it waits: no further code of it runs, not even a 'finally'. Its caller gets "
+        "CallCancelled.",
+        (_TASK, Field("reason", "Reason, for its caller", reason)),
     ),
     "signal": Action(
         "signal",
-        "Give a waiting handler its event",
-        "Give it",
-        "As if a handler had done immortal.signal(event, value); but it goes to this one alone.",
+        "Send an event to a waiting handler",
+        "Send it",
+        "Like immortal.signal(event, value), but for this handler alone.",
         (
             _TASK,
             Field("event", "Event", is_given=True),
@@ -193,8 +193,8 @@ ACTIONS = {
         "retry-effect",
         "Retry an effect",
         "Retry now",
-        "The effects that this handler waits for, and that wait between two attempts, are tried at once. It counts as "
-        "the attempt that would have come later.",
+        "Effects that this handler waits for, and that are between two attempts, are tried now. It counts as the next "
+        "attempt.",
         (_TASK,),
         _tried,
     ),
@@ -202,27 +202,27 @@ ACTIONS = {
         "reset-peer",
         "Reset the stream of a peer whose log was wiped or replaced",
         "Reset it",
-        "Which log the peer has is forgotten.",
+        "The instance forgets which log the peer has.",
         (Field("peer", "Peer", is_given=True),),
         _only_if(
             "found",
-            "the streams with it begin anew",
-            lambda answer: "nothing is known of that peer yet: there is nothing to reset",
+            "reset: the log that the peer has at its next connection is accepted",
+            lambda answer: "there was no contact with that peer yet: there is nothing to reset",
         ),
     ),
     "letters-retry": Action(
         "letters-retry",
         "Retry all dead letters",
         "Retry them",
-        "Each becomes a new input in the log, and is a dead letter no more.",
+        "Each becomes a new input in the log, and is removed from the dead letters.",
         done=_retried,
         arguments=lambda fields: {"all": True},
     ),
     "letters-drop": Action(
         "letters-drop",
         "Drop all dead letters",
-        "Drop them for good",
-        "They are forgotten for good.",
+        "Drop them permanently",
+        "They are deleted, and cannot be retried.",
         done=lambda answer: f"{counted(answer.get('dropped', 0), 'dead letter')} dropped",
         arguments=lambda fields: {"all": True},
     ),
@@ -230,7 +230,7 @@ ACTIONS = {
         "letters-retry",
         "Retry a dead letter",
         "Retry it",
-        "It becomes a new input in the log, and is a dead letter no more.",
+        "It becomes a new input in the log, and is removed from the dead letters.",
         _OF_MESSAGE,
         _only_if("retried", _retried, _retried),
         _letter,
@@ -238,8 +238,8 @@ ACTIONS = {
     "letter-drop": Action(
         "letters-drop",
         "Drop a dead letter",
-        "Drop it for good",
-        "It is forgotten for good.",
+        "Drop it permanently",
+        "It is deleted, and cannot be retried.",
         _OF_MESSAGE,
         _only_if("dropped", "the dead letter is dropped", lambda answer: "there is no such dead letter any more"),
         _letter,
@@ -248,8 +248,8 @@ ACTIONS = {
         "skip",
         "Skip one message",
         "Skip it",
-        "The call fails, and the state is as if it had never come. For a message that ends the app each time.",
-        (*_OF_MESSAGE, Field("reason", "Why", reason)),
+        "The call fails, and the state is as if it had never arrived. For messages that end the app each time.",
+        (*_OF_MESSAGE, Field("reason", "Reason", reason)),
         _only_if("skipped", "the message is skipped", lambda answer: f"it was not skipped: {answer}"),
     ),
 }
@@ -265,7 +265,7 @@ def routes() -> list[Route]:
 def require_actions(request: Request, actions: Mapping[str, Action], key: str) -> Action:
     """Return the action that the path names. Raises WebError if it does not exist, or actions are not allowed."""
     if not site_of(request).allow_actions:
-        raise WebError("this page only shows: 'immortal web --allow-actions' lets it do something", 403)
+        raise WebError("this page is read-only: 'immortal web --allow-actions' allows actions", 403)
     found = actions.get(request.path_params[key])
     if found is None:
         raise WebError(f"there is no action {request.path_params[key][:40]!r}", 404)

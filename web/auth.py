@@ -87,7 +87,7 @@ class Guard:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self._hosts and _name_of(host) not in self._hosts:
-            return PlainTextResponse("this is not a name under which the page is served\n", 421)
+            return PlainTextResponse("the page is not served under this name\n", 421)
         is_write = scope["method"] not in ("GET", "HEAD")
         if not is_write and ("transfer-encoding" in headers or headers.get("content-length", "0") != "0"):
             return PlainTextResponse("no body was expected\n", 413)
@@ -200,7 +200,7 @@ class Token:
 
     def __init__(self, token: str, reader: str | None = None) -> None:
         if token == reader:
-            raise WebError("the reader's token is the token itself: whoever looks could act; put another one there")
+            raise WebError("the reader's token is the same as the full token, so readers could act: use another one")
         self._token, self._reader = token, reader
         self.csrf = self._derived("form", os.urandom(16))  # lives as long as this process does
 

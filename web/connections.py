@@ -231,9 +231,7 @@ def listen(host: str, port: int) -> Listener:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise WebError(
-            f"{host}:{port} can't be listened at: {error.strerror or os.strerror(error.errno or 0)}"
-        ) from None
+        raise WebError(f"can't listen at {host}:{port}: {error.strerror or os.strerror(error.errno or 0)}") from None
     return listener
 
 

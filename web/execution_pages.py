@@ -128,36 +128,36 @@ def _arguments(name: str, given: str) -> list[Any] | None:
     return arguments
 
 
-_REASON = Field("reason", "Why: the handlers and their callers are told", reason)
+_REASON = Field("reason", "Reason, for the handlers and their callers", reason)
 ORDERS = {
     "cancel": Action(
         "cancel",
         "Cancel executions",
         "Cancel",
-        "'Cancelled' is raised where each waits; it cleans up, and ends. Who waits for its answer gets CallCancelled.",
+        "'Cancelled' is raised at the line where each waits; it cleans up and ends. Callers get CallCancelled.",
         (_REASON,),
     ),
     "signal": Action(
         "signal",
-        "Give waiting executions an event",
+        "Send an event to waiting executions",
         "Signal",
-        "As if a handler had done immortal.signal(event, value); but it goes to these alone.",
+        "Like immortal.signal(event, value), but for these executions alone.",
         (Field("event", "Event"), Field("value", "Value, as JSON", json, placeholder="null")),
     ),
     "terminate": Action(
         "terminate",
         "Terminate executions",
         "Terminate",
-        "Each ends where it waits, for those that catch their cancellation: none of its code runs any more, not even a "
-        "'finally'. Who waits for its answer gets CallCancelled.",
+        "For executions that ignore their cancellation: each ends at the line where it waits; no further code runs, "
+        "not even a 'finally'. Callers get CallCancelled.",
         (_REASON,),
     ),
     "restart": Action(
         "restart",
-        "Begin executions again",
+        "Restart executions",
         "Restart",
-        "A new execution for each, for which nobody waits. What the first one did outside, it does again, from the "
-        "given step on; the steps before have the results that they had.",
+        "Starts a new execution for each, without a caller. It repeats the calls and effects from the given step on; "
+        "earlier steps keep their results.",
         (
             Field("from_step", "From step", lambda name, given: number(name, given or "1"), placeholder="1"),
             Field("arguments", "Other arguments, as JSON", _arguments, placeholder='[17, "tea"]'),
@@ -172,7 +172,7 @@ def confirm(request: Request) -> Response:
     query = _query({key: text_of(request, key) for key in FILTERS})
     found = chosen(settings, action.verb, query, text_of(request, "ids").split())
     if not found:
-        raise ExecutionsError(f"no execution that is like that can be given a {action.verb}")
+        raise ExecutionsError(f"{action.verb}: no execution matches")
     title = f"{action.title}: {len(found):,}"
     return instance_page(
         request,

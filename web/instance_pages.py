@@ -166,7 +166,7 @@ def _handlers(settings: InstanceSettings) -> Values:
     except ControlError as error:
         return found | {"handlers_problem": str(error)}
     if "handlers" not in answer:
-        return found | {"handlers_problem": str(answer.get("error", "the app does not tell"))}
+        return found | {"handlers_problem": str(answer.get("error", "the app gives no list of handlers"))}
     found |= {"handlers_count": answer["count"], "schedules": answer.get("schedules", [])}
     found["handlers"] = [
         {
@@ -244,7 +244,7 @@ def _arguments(text: str) -> list[Any]:
     try:
         found = decoding.parse_json_argument(text.strip() or "[]")
     except ValueError as error:
-        raise WebError(f"{text[:60]!r} is no list of arguments in JSON: {error}") from None
+        raise WebError(f"{text[:60]!r} is not a JSON list of arguments: {error}") from None
     if not isinstance(found, list):
         raise WebError(f'{text[:60]!r}: a list of all arguments was expected, such as ["ann", 5]')
     return found
@@ -258,7 +258,7 @@ def _answer(site: Site, settings: InstanceSettings, query: str, arguments: list[
         try:
             value = getattr(instance.query, query)(*arguments)
         except CallRaised as error:
-            raise WebError(f"it raised {error}") from None
+            raise WebError(f"the query raised {error}") from None
     return printable_json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 

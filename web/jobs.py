@@ -199,7 +199,9 @@ class SqlJobs:
             said, complaints = process.communicate(msgspec.json.encode(order), timeout=ANSWER_S)
             return decoding.decode_json(said, type=_Answer)
         except subprocess.TimeoutExpired:
-            return _Answer(error=f"it took longer than {ANSWER_S:.0f} s, and was ended: 'immortal sql' waits longer")
+            return _Answer(
+                error=f"the query took longer than {ANSWER_S:.0f} s and was ended: 'immortal sql' waits longer"
+            )
         except decoding.DecodeError:
             last = complaints.decode("utf-8", "replace")[-SAID_CHARACTERS_MAX:].strip()
             return _Answer(error=f"its process ended with status {process.returncode}\n{last}".strip())

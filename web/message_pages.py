@@ -265,7 +265,7 @@ def data(request: Request) -> Response:
     from_ns = origin_ns + (number_of(request, "from", 0) or 0) * US
     to_ns = origin_ns + (number_of(request, "to", 0) or 0) * US
     if to_ns <= from_ns:
-        raise WebError("an empty range: 'to' behind 'from' was expected")
+        raise WebError("an empty range: 'to' after 'from' was expected")
     wanted = _filter(request, checked_pattern(text_of(request, "re")))
     asked = log_search.Range(lanes, origin_ns, from_ns, to_ns, wanted)
     if wanted.pattern:

@@ -76,7 +76,7 @@ class FleetOrder(msgspec.Struct, frozen=True):
         code_environment(code)
         times = [parse_moment(text) if text else None for text in (self.begin, self.end)]
         if any(isinstance(time, int) for time in times):
-            raise WebError("from, to: a time was expected, such as 2026-05-01T12:00, and no record's number")
+            raise WebError("from, to: a time was expected, such as 2026-05-01T12:00, not a record's number")
         if self.effects not in EFFECTS:
             raise WebError(f"effects: {' or '.join(EFFECTS)} was expected, not {self.effects[:40]!r}")
         if self.check and ":" not in self.check:
@@ -232,8 +232,8 @@ def _answer_what_if(order: Order, say: Say) -> None:
         else:
             say({"report": run_what_if_order(order, progress)})
     except OutputDivergenceError as error:
-        text = f"{error}\nThe old code does not do again what it did, so there is nothing to compare with: give the one"
-        say({"error": f"{text} that made this log, or see 'immortal verify {order.name}'"})
+        text = f"{error}\nThe old code does not repeat what the log has. So there is nothing to compare with: give the"
+        say({"error": f"{text} code that made this log, or see 'immortal verify {order.name}'"})
     except (ImmortalError, OSError) as error:
         say({"error": str(error)})
 
@@ -244,7 +244,7 @@ def _answer_query(order: SqlOrder, say: Say) -> None:
     try:
         say({"found": run_query(order)})
     except MemoryError:
-        say({"error": f"it needs more than {MEMORY_MB} MiB of memory"})
+        say({"error": f"the query needs more than {MEMORY_MB} MiB of memory"})
     except (ImmortalError, OSError) as error:
         say({"error": str(error)})
 

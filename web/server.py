@@ -92,7 +92,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 async def _broken(request: Request, error: Exception) -> Response:
     """Answer after a mistake in our code, whose traceback goes to stderr."""
-    lines = [f"a mistake in the page itself: {type(error).__name__}", "what 'immortal web' printed says where"]
+    lines = [f"an error in the page itself: {type(error).__name__}", "its traceback is in the output of 'immortal web'"]
     return _error_page(request, "error.html", 500, "This could not be done", lines)
 
 

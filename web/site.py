@@ -175,19 +175,18 @@ async def form_of(request: Request) -> dict[str, str]:
             if len(body) > BODY_SIZE_BYTES_MAX:
                 raise WebError(f"a form of at most {BODY_SIZE_BYTES_MAX} bytes was expected", 413)
     except ClientDisconnect:
-        raise WebError("the form did not come whole") from None
+        raise WebError("the form is incomplete") from None
     try:
         fields = dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=FIELDS_MAX))
     except (ValueError, UnicodeDecodeError):
         raise WebError("a form was expected, with fields that can be read") from None
     if not site.token.is_csrf(fields.pop(CSRF_FIELD, "")):
-        raise WebError("this form is of another page, or from before the last start: load the page again", 403)
+        raise WebError("this form is from another page, or from before the last start: load the page again", 403)
     given = fields.pop(TOKEN_FIELD, "")
     if not request.scope[VISITOR].has_token and not site.token.is_right(given.strip()):
         raise WebError(
-            f"{'that is not the token' if given else 'the token is missing'}: to look on takes none, a form does. Go"
-            " back, and type the token into it: it is in the address that 'immortal web' has printed, or in the file"
-            " that it was given",
+            f"the token is {'wrong' if given else 'missing'}: a form needs it. Go back, and type the token into the"
+            " form: it is in the address that 'immortal web' printed, or in the file of --token-file",
             403,
         )
     return fields
@@ -198,7 +197,7 @@ def checked_pattern(text: str) -> str:
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
-        raise WebError(f"{text[:100]!r} is no regular expression: {error}", 422) from None
+        raise WebError(f"{text[:100]!r} is not a regular expression: {error}", 422) from None
     return text
 
 

@@ -61,7 +61,7 @@ def travel(request: Request) -> Response:
     if problem:
         pass
     elif overview["first"] is None or overview["first"] > overview["last"]:
-        problem = "there is no record yet that a replay could go to"
+        problem = "there is no record to replay yet"
     else:
         place = at or (overview["last"], None)
         try:
@@ -153,7 +153,7 @@ def watch(request: Request) -> Response:
     begin = max(overview["first"] or 0, record - WATCH_RECORDS if first is None else first)
     last = min(overview["last"], number_of(request, "to", record) or record)
     if begin > last:
-        raise WebError(f"from record {begin} to record {last} there is nothing")
+        raise WebError(f"there are no records from {begin} to {last}")
     found = _ask(site, settings, "watch", path=path, first=begin, last=last)
     points = found["points"]
     changes = [
@@ -259,7 +259,7 @@ def _followed(site: Site, settings: InstanceSettings, one: Values) -> Values:
             at = find_position(reader, source, one["position"])
     except ImmortalError as error:
         return {**one, "name": None, "at": None, "problem": str(error)}
-    return {**one, "name": destination, "at": at, "problem": "" if at else "not in its log, or no longer"}
+    return {**one, "name": destination, "at": at, "problem": "" if at else "not in its log, or no longer kept"}
 
 
 def _cause(site: Site, settings: InstanceSettings, source: str | None, position: int) -> Values | None:
@@ -273,7 +273,7 @@ def _cause(site: Site, settings: InstanceSettings, source: str | None, position:
         )
     except ImmortalError as error:
         return {"name": sender, "at": None, "problem": str(error).split("\n")[0]}
-    return {"name": sender, **found, "problem": "" if found["at"] else "its log does not reach back so far"}
+    return {"name": sender, **found, "problem": "" if found["at"] else "its log does not reach back that far"}
 
 
 def _ask(site: Site, settings: InstanceSettings, what: str, **given: Any) -> Values:

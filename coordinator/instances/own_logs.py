@@ -62,9 +62,9 @@ def refuse_pickle_in(
         if serializer == PICKLE:
             raise PickleRefusedError(
                 f"checkpoint {checkpoint_id} of the log of {instance_name!r} was written by pickle, and this home did"
-                " not make that log: to read it would run whatever somebody put into it. Where you trust all who could"
-                " write it as you trust the app's own code, say --trust-pickle (in tests trust_pickle=True);"
-                " docs/how-to/security.md, 'Logs of others', says what that means"
+                " not make that log: reading it can run code that somebody put into it. If you trust all who could"
+                " write it as much as the app's own code, use --trust-pickle (in tests trust_pickle=True); see"
+                " docs/how-to/security.md, 'Logs of others'"
             )
 
 
@@ -106,8 +106,8 @@ class OwnLogs:
                         self._logs[int(committer_id), int(created_ns)] = bool(rest)
                         continue
             raise LogKeyError(
-                f"{self.path} has a line that is none of its own: {line[:80]!r}; restore it, or write into it what"
-                " 'immortal log diff' shows of the log: its committer ID and when it was made in ns"
+                f"{self.path} has an invalid line: {line[:80]!r}; restore the file, or write the log's committer ID and"
+                " creation time in ns into it, as 'immortal log diff' shows them"
             )
 
     @property
@@ -160,7 +160,7 @@ def key_path(settings: InstanceSettings) -> Path:
 
 def read_keys(settings: InstanceSettings) -> tuple[LogKey, ...]:
     """Read the keys of the instance's log, the one in use first; none if there is no file. Raises LogKeyError."""
-    remedy = f"and if somebody may have read it, 'immortal log key {settings.name} --rotate'"
+    remedy = f"and if others could have read it, 'immortal log key {settings.name} --rotate'"
     try:
         return read_key_file(key_path(settings), remedy)
     except (FileNotFoundError, NotADirectoryError):

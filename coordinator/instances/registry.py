@@ -433,7 +433,7 @@ def free_port(hosts: Sequence[str], taken: Set[int]) -> int:
             continue
         if all(_bind(other, found) is not None for other in hosts[1:]):
             return found
-    where = "" if asked is None else f", of those that {PORTS_VARIABLE} names: {asked}"
+    where = "" if asked is None else f" in the range of {PORTS_VARIABLE}: {asked}"
     raise RegistryError(f"no free port was found at {' and '.join(hosts)}{where}")
 
 

@@ -75,7 +75,7 @@ def parse_keys(text: str, where: str) -> tuple[LogKey, ...]:
         keys = ()
     if not keys or any(len(key.secret) != KEY_SIZE_BYTES for key in keys):
         raise LogKeyError(
-            f"{where} holds something else than keys of a log: one a line is expected, {2 * KEY_SIZE_BYTES} hex digits;"
+            f"{where} does not hold keys of a log: one a line was expected, {2 * KEY_SIZE_BYTES} hex digits;"
             " restore it from a copy"
         )
     return keys
@@ -222,8 +222,8 @@ def check_state(view: View, macs: Macs, instance_name: str) -> dict[str, int]:
 
 def not_authenticated_message(instance_name: str) -> str:
     return (
-        f"the log of {instance_name!r} is not authenticated, and was once, or another log was: this is an older copy,"
-        " or somebody else's work; restore it from a copy that is"
+        f"the log of {instance_name!r} is not authenticated, but this instance had an authenticated log: this is an"
+        " older copy, or somebody else made it; restore an authenticated copy"
         f" ('immortal log key {instance_name} --accept' takes it as it is now)"
     )
 
@@ -263,7 +263,7 @@ def authentic_prefix(values: list[bytes], are: list[bool], first_sequence_id: in
 
 def forged_record(sequence_id: int) -> ForgedLogError:
     return ForgedLogError(
-        f"record {sequence_id} is not authentic: it, or where it stands, is not what was written with the log's key",
+        f"record {sequence_id} is not authentic: its contents or place are not what was written with the log's key",
         sequence_id,
     )
 

@@ -94,7 +94,7 @@ class LogCutter:
             try:
                 backend.append(append)
             except LogFullError as error:
-                raise LogError(f"the log in {self._place.where} could not be cut, it is as it was: {error}") from error
+                raise LogError(f"the log in {self._place.where} could not be cut, and is unchanged: {error}") from error
             return kept
 
     def _removal(self, view: View, backend: Backend, sequence_id: int, checkpoint_ids: list[int]) -> Append:
@@ -177,7 +177,7 @@ def _assess(
         if sequence_id <= seen <= last and not force:
             raise CutRefusedError(
                 f"checkpoint {checkpoint_id} (after record {seen}) is whole, so recovery does not need record"
-                f" {sequence_id}: 'immortal recover {name}' says what it needs (--force cuts all the same)"
+                f" {sequence_id}: 'immortal recover {name}' says what it needs (--force cuts anyway)"
             )
     usable = [one for one in verification.whole_checkpoints if first - 1 <= one[1] < sequence_id]
     if not usable:

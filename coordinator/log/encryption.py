@@ -82,9 +82,9 @@ def read_keys(source: str) -> tuple[LogKey, ...]:
             raise LogKeyError(f"the environment has no {rest}: the key that encrypts the log was expected there")
         return parse_keys(text, f"the environment variable {rest}")
     if kind == "command":
-        return parse_keys(_output_of(rest), f"what {rest!r} has written")
+        return parse_keys(_output_of(rest), f"the output of {rest!r}")
     try:
-        return read_key_file(Path(source), "and if somebody may have read it, take a new one")
+        return read_key_file(Path(source), "and if others could have read it, make a new key")
     except (FileNotFoundError, NotADirectoryError):
         raise LogKeyError(f"there is no key in {source}: the key that encrypts the log was expected there") from None
 
@@ -100,9 +100,9 @@ def _output_of(command: str) -> str:
             timeout=COMMAND_TIMEOUT_S,
         )
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise LogKeyError(f"the key that encrypts the log cannot be had from {command!r}: {error}") from None
+        raise LogKeyError(f"the key that encrypts the log cannot be read from {command!r}: {error}") from None
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
+        said = done.stderr.strip().splitlines()[-1:] or ["no error message"]
         raise LogKeyError(f"{command!r}, for the key that encrypts the log, ended with {done.returncode}: {said[0]}")
     return done.stdout
 
@@ -149,8 +149,8 @@ class DataKeys:
         stored = wrapped_keys(view)
         if not self.source:
             raise LogKeyError(
-                f"{self._is_encrypted(*stored.values())}, and no key is given: 'encryption_key' in its settings says"
-                f" where it is, or, for a log named by its folder or URL, {ENCRYPTION_KEY_VARIABLE} in the environment"
+                f"{self._is_encrypted(*stored.values())}, and no key is given: set 'encryption_key' in its settings"
+                f" or, for a log named by its folder or URL, {ENCRYPTION_KEY_VARIABLE} in the environment"
             )
         for number, one in stored.items():
             if number not in self._secrets:
@@ -202,7 +202,7 @@ class DataKeys:
                     return key
         have = ", ".join(key.id for key in self._operators_keys)
         raise LogKeyError(
-            f"{self._is_encrypted(wrapped)}, and {self.source} has {have}: bring that key back, behind the one in use"
+            f"{self._is_encrypted(wrapped)}, and {self.source} has {have}: add that key again, after the one in use"
         )
 
     def _is_encrypted(self, *stored: WrappedKey) -> str:

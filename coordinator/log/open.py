@@ -54,7 +54,7 @@ def place_of(log: Log) -> Place:
     else:
         return log
     if not location:
-        raise LogError(f"{log!r} names no log: a path, or {scheme}: with something behind it, was expected")
+        raise LogError(f"{log!r} is not a log: a path was expected, or {scheme}: followed by a place")
     return backend_of(scheme)(location)
 
 
@@ -75,8 +75,7 @@ def backend_of(scheme: str) -> type[Place]:
             raise LogError(f"the backend {point.value!r} of logs {scheme}: cannot be loaded: {error}") from error
     schemes = ", ".join(f"{each}:" for each in sorted({*BACKENDS, *found.names}))
     raise LogError(
-        f"no backend for logs {scheme}: is known: known are {schemes}"
-        f" (for a folder of that name write lmdb:{scheme}:...)"
+        f"no backend for logs {scheme}: is known, only {schemes} (for a folder of that name write lmdb:{scheme}:...)"
     )
 
 
@@ -187,9 +186,9 @@ def require_encrypted(place: Place, identity: LogIdentity) -> None:
     if place.encryption_key and not identity.is_encrypted:
         name = identity.instance_name
         raise LogKeyError(
-            f"the log of {name!r} is not encrypted, and its settings have an 'encryption_key': without that it is"
-            f" restored and starts; then, with it, 'immortal log copy {name} --to FOLDER --switch' makes an encrypted"
-            " one of it"
+            f"the log of {name!r} is not encrypted, but its settings have an 'encryption_key': remove that setting to"
+            f" restore or start it; to encrypt the log, set it again and use 'immortal log copy {name} --to FOLDER"
+            " --switch'"
         )
 
 

@@ -39,18 +39,18 @@ def plan_source_repair(view: View, committer_id: int) -> list[RepairedSource]:
     for key, value, problem in _damaged_rows(view):
         repaired = _with_one_bit_flipped(key, value)
         if repaired is not None:
-            plan.append(RepairedSource(key, *repaired, f"{problem}: one flipped bit was put right"))
+            plan.append(RepairedSource(key, *repaired, f"{problem}: one flipped bit was corrected"))
         else:
             from_records[log_format.name_of_key(key)] = (key, problem)
     if from_records:
         committers = _committers(view, committer_id)
         for name, (_, problem) in from_records.items():
             if name not in committers:
-                raise DamagedLogError(f"{problem}, and nothing else says which log {name!r} had", -1)
+                raise DamagedLogError(f"{problem}, and nothing else in the log has the ID of the log of {name!r}", -1)
         found = _last_positions(view, committer_id, from_records)
         for name, (key, problem) in from_records.items():
             if name not in found:
-                raise DamagedLogError(f"{problem}, and no record that is kept says how far that stream was", -1)
+                raise DamagedLogError(f"{problem}, and no kept record has a position of that stream", -1)
             sequence_id, position = found[name]
             known = SourcePosition(committers[name], 0, position)
             plan.append(

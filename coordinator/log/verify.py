@@ -27,7 +27,7 @@ from immortal.coordinator.log.view_queries import stored_headers
 from immortal.protocol.client_frames import CLIENTS, caller_of
 from immortal.protocol.trailer import BatchKind, Trailer
 
-_CUT_OFF = "what was between was cut off by hand"
+_CUT_OFF = "an operator cut off the records between"
 
 
 class StreamPositions:
@@ -57,11 +57,11 @@ class StreamPositions:
             self._cut_sources.discard(source)
             if expected is None or batch.first_position == expected:
                 continue
-            message = f"{place}: {_text(source)} goes on at position {batch.first_position}, expected {expected}"
+            message = f"{place}: {_text(source)} continues at position {batch.first_position}, expected {expected}"
             if behind_cut and batch.first_position > expected:
                 yield Finding(Severity.NOTE, place, f"{message}: {_CUT_OFF}")
             elif batch.first_position == 1:
-                yield Finding(Severity.NOTE, place, f"{message}: that stream began anew")
+                yield Finding(Severity.NOTE, place, f"{message}: that stream started again")
             else:
                 yield Finding(Severity.FATAL, place, f"{message}: messages were lost or executed twice")
 
@@ -341,7 +341,7 @@ class LogVerification(Struct):
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "clients", f"{error}; the log cannot be opened")
         for problem in problems:
-            yield Finding(Severity.DAMAGE, "replies", f"{problem}, and the client is told so if it asks again")
+            yield Finding(Severity.DAMAGE, "replies", f"{problem}, and a client that asks for it gets an error")
 
     def _verify_letters(self, reader: LogReader) -> Iterator[Finding]:
         for _ in reader.letters():
@@ -432,7 +432,9 @@ def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | 
             try:
                 if encrypts and not reader.identity.is_encrypted:
                     if place.exists():
-                        raise ValueError(f"there is a log in {place.where} already: an encrypted copy is a new one")
+                        raise ValueError(
+                            f"there is a log in {place.where} already: an encrypted copy needs an empty place"
+                        )
                     from immortal.coordinator.log.encryption import EncryptingView
 
                     encrypted = EncryptingView(view, reader.identity, place.encryption_key)

@@ -91,13 +91,13 @@ def version_gap(registry: Registry, service: ServiceSpec) -> VersionGap | None:
     if known not in service.versions:
         way = f"name a class that has version {known}"
         if settings.app not in (None, service.app):
-            way = f'write app = "{settings.app}" in immortal.toml, which it ran last'
-        text = f"{name} is of version {known}, and the project names {service.app}, which has no such version: {way}"
+            way = f'write app = "{settings.app}" in immortal.toml, the class that it ran last'
+        text = f"{name} has version {known}, but the project names {service.app}, which lacks that version: {way}"
         return VersionGap(text, can_upgrade=False)
     if mark is not None and mark.pending and mark.to == version:
         text = f"{name} becomes version {version} with {service.app}; it was version {known}"
         return VersionGap(text, can_upgrade=True, is_requested=True)
-    text = f"{name} stays at version {known}, and {service.app} is of version {version}"
+    text = f"{name} stays at version {known}, but {service.app} has version {version}"
     if mark is not None and mark.problem is not None:
         text += f"; the upgrade to version {mark.to} failed: {mark.problem}"
     return VersionGap(text, can_upgrade=True)
@@ -137,13 +137,13 @@ class CodeChange:
             deadline_s = time.monotonic() + CHECKPOINT_TIMEOUT_S
             while (now := ((self._status() or {}).get("checkpoint") or {"id": 0})["id"]) <= before["id"]:
                 if time.monotonic() > deadline_s:
-                    raise ChangeError(f"the old code takes no checkpoint within {CHECKPOINT_TIMEOUT_S:g} s")
+                    raise ChangeError(f"the old code took no checkpoint within {CHECKPOINT_TIMEOUT_S:g} s")
                 await asyncio.sleep(_POLL_S)
         except control.ControlError as error:
-            raise ChangeError(f"the old code takes no checkpoint: {error}") from None
+            raise ChangeError(f"the old code took no checkpoint: {error}") from None
         code, lines = await self._verify(now)
         if code != _SAME:
-            raise ChangeError("\n".join(["the new code can't go on from the state as it is now:", *lines]))
+            raise ChangeError("\n".join(["the new code can't continue from the current state:", *lines]))
 
     def mark_upgrade(self, found: ChangeReport) -> None:
         """Mark the instance for an upgrade at its next start if the new code has another version."""

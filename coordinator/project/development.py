@@ -144,7 +144,7 @@ class Development:
         try:
             control.refuse_running(self._registry.load(name).folder)
         except control.RunningError as error:
-            self._print(f"{error}; it is left as it is", "warning")
+            self._print(f"{error}; it is left alone", "warning")
             return True
         return False
 
@@ -154,7 +154,9 @@ class Development:
             for peer in service.calls:
                 settings = self._registry.load(service.name)
                 if peer not in there and peer not in settings.peers and settings.peer_template is None:
-                    self._print(f"{service.name} calls {peer!r}, which is no instance here: its calls wait", "warning")
+                    self._print(
+                        f"{service.name} calls {peer!r}, which is not an instance here: these calls wait", "warning"
+                    )
 
     async def _stop(self) -> None:
         if self._task is not None and not self._is_committed:
@@ -162,7 +164,7 @@ class Development:
         if self._task is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        self._console.interrupt(OWN, "stopping; Ctrl-C again ends all at once, which loses nothing either")
+        self._console.interrupt(OWN, "stopping; Ctrl-C again ends all processes at once, without loss")
         await stop_all(self._members.values())
         for member in self._members.values():
             if member.exit_status:
@@ -213,13 +215,15 @@ class Development:
             try:
                 services = await asyncio.to_thread(self._project.services)
             except (ConfigError, ModuleImportError) as error:
-                self._print(f"what was saved can't be run, all goes on as it was:\n{error}", "error")
+                self._print(
+                    f"the saved code can't be run, the services continue with their old code:\n{error}", "error"
+                )
                 self._is_broken, self._unread = True, names
                 return
             everything, self._is_broken = everything or self._is_broken, False
             planned = {one.name: one for one in services}
             for name in [name for name in self._members if name not in planned]:
-                self._print(f"{name} is no service of the project any more: it is stopped, its log stays")
+                self._print(f"{name} is no longer a service of the project: it is stopped, its log stays")
                 await stop_all([self._members.pop(name)])
             changing = [
                 (member, CodeChange(self._project, self._registry, planned[name]))
@@ -242,14 +246,14 @@ class Development:
     async def _change(self, member: ServiceProcess, change: CodeChange, found: ChangeReport) -> None:
         name, service = member.name, change.service
         if member.state in (State.STOPPED, State.FAILED):
-            self._restart_with(member, service, "starts with the code as it is now")
+            self._restart_with(member, service, "starts with the current code")
             return
         is_other_version = found.version not in (None, service.version)
         if found.outcome in (Outcome.NOTHING_LOGGED, Outcome.SAME) and not is_other_version:
             why = found.outcome.value if found.outcome is Outcome.NOTHING_LOGGED else "its replay is the same"
             with self._committed():
                 await stop_all([member])
-                self._restart_with(member, service, f"starts again with the code as it is now: {why}")
+                self._restart_with(member, service, f"restarts with the current code: {why}")
             return
         self._describe_change(name, found, service)
         while True:
@@ -260,9 +264,8 @@ class Development:
                 return
             if choice == "k":
                 self._print(
-                    f"{name} goes on with the code that it runs. Its file has other code: after a crash the recovery"
-                    " stops at the record above, and loses nothing. Save the old code again, or other code, and it is"
-                    " looked at anew",
+                    f"{name} keeps the code that it runs. Its file has other code: after a crash, recovery stops at the"
+                    " record above, and nothing is lost. Save the old code or other code: it is checked again",
                     "warning",
                 )
                 member.service = msgspec.structs.replace(member.service, files=service.files)  # to notice their changes
@@ -283,7 +286,7 @@ class Development:
             for line in found.lines:
                 self._print(line, "warning", name)
         if found.version not in (None, service.version):
-            self._print(f"the new code of {name} is of version {service.version}, its log of version {found.version}")
+            self._print(f"the new code of {name} has version {service.version}, its log has version {found.version}")
 
     async def _choose(self, name: str, found: ChangeReport, service: ServiceSpec) -> str:
         if (gap := version_gap(self._registry, service)) is not None and gap.is_requested:
@@ -291,7 +294,7 @@ class Development:
         if not self._interactive:
             to = f"'immortal upgrade {name} {service.app} --to {service.version}'"
             way = to if found.version not in (None, service.version) else "'immortal dev' at a terminal asks what to do"
-            self._print(f"{name} is left as it is: {way}", "warning")
+            self._print(f"{name} keeps its code: {way}", "warning")
             return "k"
         return await self._console.ask(name, "[k]eep the old code, [u]pgrade here, [r]eset the log? ", "kur")
 
@@ -319,14 +322,14 @@ class Development:
             if behind := change.records_behind():
                 raise ChangeError(
                     f"it stopped without a checkpoint of its last {behind} records, which only the old code can replay:"
-                    " save that again, and it is started; nothing is lost"
+                    " save the old code again to start it; nothing is lost"
                 )
             change.mark_upgrade(found)
             how = f"is upgraded to version {new.version}"
             if found.version in (None, new.version):
                 how = (
-                    "goes on from here with the new code, without a version of its own: time travel and 'immortal"
-                    " verify' of what was before need the old code"
+                    "continues from here with the new code, under the same version: time travel and 'immortal verify'"
+                    " of earlier records need the old code"
                 )
             self._restart_with(member, new, how)
 
@@ -334,7 +337,7 @@ class Development:
         with self._committed():
             await stop_all([member])
             await change.reset(lambda line: self._print(line, None, member.name))
-            self._restart_with(member, change.service, "begins anew: its log is deleted")
+            self._restart_with(member, change.service, "starts from scratch: its log is deleted")
 
     @contextlib.contextmanager
     def _committed(self) -> Iterator[None]:

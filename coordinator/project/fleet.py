@@ -354,8 +354,8 @@ def _update(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str
             return []
         if str(changed.get("peer", "")).endswith(":*"):
             raise ConfigError(
-                f"{name!r} is registered at {values.get('peer')}, and is to be at {changed['peer']}: name its port, or"
-                f" 'immortal unregister {name}' first"
+                f"{name!r} is registered at {values.get('peer')}, but the project sets {changed['peer']}: give its"
+                f" port, or 'immortal unregister {name}' first"
             )
         document = tomlkit.parse(path.read_text("utf-8"))
         for key, value in changed.items():
@@ -396,9 +396,9 @@ def _service(project: Project, service: ServiceSpec, target: str, *, for_user: b
         f"WorkingDirectory={_plain(str(project.folder))}",
         *(f"Environment={_quoted(f'{key}={text}')}" for key, text in environment.items()),
         f"ExecStart={' '.join(map(_quoted_argument, argv))}",
-        "# With the code as it is now, behind a checkpoint.",
+        "# Takes a checkpoint, then restarts with the current code.",
         "ExecReload=/bin/kill -USR1 $MAINPID",
-        "# The supervisor alone is asked: it stops its coordinator, which takes a checkpoint and stops the app.",
+        "# Only the supervisor gets the signal: it stops its coordinator, which takes a checkpoint and stops the app.",
         "KillMode=mixed",
         f"TimeoutStopSec={_STOP_TIMEOUT_S}",
         "Restart=on-failure",

@@ -99,7 +99,7 @@ class Project:
         for given in read_project(self.file)[1]:
             for one in self._planned(given, listings):
                 if one.name in planned:
-                    raise ProjectError(f"{given.place}: there is an instance {one.name!r} already, by another table")
+                    raise ProjectError(f"{given.place}: another table already defines an instance {one.name!r}")
                 planned[one.name] = one
         return list(planned.values())
 
@@ -214,7 +214,7 @@ def find_project(given: Path | None, home: Path | None = None) -> Project:
     if not path.is_file():
         raise ProjectError(f"there is no {path}")
     if path.suffix not in (".py", ".toml"):
-        raise ProjectError(f"{path} is no project: an {FILE_NAME}, its folder, or a file of Python were expected")
+        raise ProjectError(f"{path} is not a project: an {FILE_NAME}, its folder, or a Python file was expected")
     return Project(path, home)
 
 
@@ -228,7 +228,7 @@ def _planned(
             choices = " or ".join(f'"{module}:{name}"' for name in own)
             raise ProjectError(
                 f"{given.place}: {given.app} has {len(own)} services, expected one"
-                + (f"; say which: app = {choices}" if own else "")
+                + (f"; choose one: app = {choices}" if own else "")
             )
         class_name = own[0]
     if class_name not in listing.services:
@@ -294,7 +294,7 @@ def _environment(value: object) -> tuple[tuple[str, str], ...]:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise WrongValueError(f"names of letters, digits and '_', not {name!r}")
         if not isinstance(text, str) or "\0" in text:
-            raise WrongValueError(f"a text for each name, but {name!r} is none")
+            raise WrongValueError(f"a text for each name, but {name!r} has none")
     return tuple(value.items())
 
 
@@ -316,14 +316,14 @@ class Service(InstanceSettings, frozen=True, kw_only=True):
     peer: Annotated[
         str,
         kind("ENDPOINT", 'an endpoint such as "tcp://127.0.0.1:7001", or "tcp://127.0.0.1:*"', read=_peer),
-        says("Where peers reach it; * takes a free port."),
+        says("Address for its peers; * takes a free port."),
     ] = PEER_DEFAULT
     app: Annotated[
         str | None,
         kind("", '"module:Class", or a file of this folder with one service, such as "shop.py"', read=_app),
         says("Its class."),
     ] = None
-    count: Annotated[int, whole(1, COUNT_MAX), says("How many instances there are: NAME-1, NAME-2 and so on.")] = 1
+    count: Annotated[int, whole(1, COUNT_MAX), says("Number of instances: NAME-1, NAME-2 and so on.")] = 1
     environment: Annotated[
         tuple[tuple[str, str], ...],
         kind("", 'a table of names and texts, such as { CURRENCY = "EUR" }', read=_environment),
@@ -332,12 +332,12 @@ class Service(InstanceSettings, frozen=True, kw_only=True):
     effects: Annotated[
         tuple[tuple[str, str], ...],
         kind("", 'a table of functions, such as { "shop:charge" = "fakes:charge" }', read=_effects),
-        says("What runs in place of the functions of effects, in 'immortal dev' alone."),
+        says("Functions that replace those of effects, in 'immortal dev' alone."),
     ] = ()
 
 
 class ProjectFile(Struct, frozen=True, kw_only=True):
-    name: Annotated[Name | None, says("Of the project.", default="that of its folder")] = None
+    name: Annotated[Name | None, says("Name of the project.", default="the folder's name")] = None
     services: Annotated[Mapping[str, Service], says("Its services, by name.")] = field(default_factory=dict)
 
 
@@ -463,7 +463,7 @@ def make_project(folder: Path, name: str, template: str) -> list[Path]:
     package = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not package or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise NewProjectError(
-            f"{name!r} is no name for a project: letters, digits, '-', '_' and '.', starting with a letter or digit"
+            f"{name!r} is not a project name: letters, digits, '-', '_' and '.', starting with a letter or digit"
         )
     files = {
         folder / file: text.replace("@name@", name).replace("@package@", package) for file, text in _texts(template)

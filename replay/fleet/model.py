@@ -161,8 +161,8 @@ class Service(Struct, eq=False):
         """Raise ReplayError: a changed message belongs before the service's first state."""
         begin = time_text(self.log.begin_ns)
         raise ReplayError(
-            f"{self.name!r} has no state of before {begin}: its log was trimmed, and what changes earlier can't be"
-            f" worked out; the earliest that can: --from {begin}"
+            f"{self.name!r} has no state from before {begin}: its log was trimmed, so earlier changes can't be worked"
+            f" out; the earliest possible start is --from {begin}"
         )
 
     @property
@@ -206,7 +206,7 @@ class Rules(Struct):
         method = service.player.methods.get((to, rpc.method_id), f"method {rpc.method_id}")
         call = Call(service.name, to, method, [decoding.decode(one) for one in rest])
         if self.answer is None:
-            text = f"{to} has no log here, and nothing says what it would have answered: see --answer"
+            text = f"{to} has no log here, so its answer is not known: see --answer"
             kind, value = RpcKind.RAISED, encode_failed("NoLog", text, "")
             outcome = "failed: it has no log here"
         else:

@@ -104,7 +104,7 @@ def opened_fleet(
     """
     registry = Registry(Path(home))
     if unknown := sorted(set(without).difference(names := registry.names())):
-        raise ReplayError(f"{unknown[0]!r} is not here, so nothing can be without it: {', '.join(names)} are")
+        raise ReplayError(f"{unknown[0]!r} is not here: --without can name {', '.join(names)}")
     with ExitStack() as stack:
         readers: dict[str, LogReader] = {}
         notes: list[str] = []
@@ -119,7 +119,9 @@ def opened_fleet(
             if reader.summary().extensions:
                 readers[name] = reader
             else:  # its past messages stay as they were
-                notes.append(f"{name} counts as a service without a log: its app is none of this SDK, or never started")
+                notes.append(
+                    f"{name} counts as a service without a log: its app does not use this SDK, or never started"
+                )
         apps = {name: app for name in readers if (app := registry.load(name).app) is not None}
         if needs_apps and not apps:
             raise ReplayError(f"{str(home)!r} has no service with a log and an app: a registry folder was expected")

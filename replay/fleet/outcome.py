@@ -360,7 +360,7 @@ def _outcome(
                 clients.examples.append(words.of(number))
     for service in simulation.services.values():
         state = states[service.name]
-        because = "what comes to it is the same" if service.why is None else words.of(service.why)
+        because = "its input is the same" if service.why is None else words.of(service.why)
         found = [] if state is None else list(islice(differences(*state), None if details else SHOWN_MAX + 1))
         services.append(
             ServiceOutcome(

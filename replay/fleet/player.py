@@ -183,7 +183,7 @@ _FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn"
 
 def stop(number: int, frame: object) -> None:
     """Handle SIGALRM."""
-    raise TimeoutError(f"a what-if gives it {_given_s:g} s (--handler-limit): it was ended")
+    raise TimeoutError(f"ended after {_given_s:g} s, the limit in a what-if (--handler-limit)")
 
 
 def seal_process(limit_s: float) -> None:
@@ -202,7 +202,7 @@ def seal_process(limit_s: float) -> None:
 
     def look(event: str, arguments: object) -> None:
         if _running and event.startswith(_FORBIDDEN):
-            raise PermissionError(f"a what-if lets nothing out: {event} is refused; give it to immortal.effect")
+            raise PermissionError(f"a what-if refuses {event}: nothing leaves it; use immortal.effect")
 
     sys.addaudithook(look)
     signal.signal(signal.SIGALRM, stop)
@@ -271,7 +271,7 @@ class Player(LocalRun):
         self.restore()
         if self._turn.stopped:
             name = source.identity.instance_name
-            raise ReplayError(f"{name}: {definition.name} does not take the state: {self._turn.stopped}")
+            raise ReplayError(f"{name}: {definition.name} does not accept the state: {self._turn.stopped}")
         if is_new:
             self.tasks.told(())
             if self.tasks.others is not None:

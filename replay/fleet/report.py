@@ -26,7 +26,7 @@ def service_rows(outcome: FleetOutcome) -> tuple[list[str], list[list[str]]]:
         state = "stopped" if one.stopped else "differs" if one.state else "same"
         shown = [one.messages, one.equal, *counts, fates]
         rows.append([f"{one.name}{' (changed code)' if one.is_changed else ''}", *(f"{n:,}" for n in shown), state])
-    return ["service", "messages", "same calls", *KINDS, "fail otherwise", "state"], rows
+    return ["service", "messages", "same calls", *KINDS, "fail differently", "state"], rows
 
 
 def outcome_lines(outcome: FleetOutcome) -> Iterator[str]:
@@ -40,7 +40,7 @@ def outcome_lines(outcome: FleetOutcome) -> Iterator[str]:
             yield ""
             yield from _service_lines(one)
     if outcome.consequences:
-        yield from ("", "what follows from what:", *_tree_lines(outcome.consequences, 1))
+        yield from ("", "causes and consequences:", *_tree_lines(outcome.consequences, 1))
     clients = outcome.client_answers
     if clients.examples:
         yield ""
@@ -59,12 +59,16 @@ def outcome_lines(outcome: FleetOutcome) -> Iterator[str]:
 def check_lines(outcome: FleetOutcome) -> Iterator[str]:
     """Yield lines on where the check fails, if it does."""
     if (broken := outcome.broken) is not None:
-        yield f"the check does not hold behind {_place_words(broken)}: {broken.text}"
+        yield f"the check fails after {_place_words(broken)}: {broken.text}"
         then = outcome.broken_in_record
-        yield "  in the record it holds" if then is None else f"  nor in the record, behind {_place_words(then)}"
+        yield (
+            "  in the recorded run the check passes"
+            if then is None
+            else f"  in the recorded run it fails too, after {_place_words(then)}"
+        )
     if (prefix := outcome.prefix) is not None:
         yield (
-            f"  the smallest prefix of the input that breaks it under the change alone has"
+            f"  the smallest prefix of the input that fails the check only with the change has"
             f" {counted(prefix.inputs, 'input')} from outside, and ends with {prefix.input}"
             f" at {_place_words(prefix)}: {prefix.text}"
         )
@@ -73,8 +77,8 @@ def check_lines(outcome: FleetOutcome) -> Iterator[str]:
 def seed_lines(seeds: Seeds) -> Iterator[str]:
     """Yield lines on how the outcome depends on the order, if several were tried."""
     if seeds.runs > 1:
-        broken = f"; in {seeds.broken} the check does not hold" if seeds.broken else ""
-        yield f"in {seeds.different} of {seeds.runs} orders the outcome is another one than this{broken}"
+        broken = f"; in {seeds.broken} the check fails" if seeds.broken else ""
+        yield f"in {seeds.different} of {seeds.runs} orders the outcome differs from this one{broken}"
         yield from (f"  in {one.count}, the first with seed {one.seed}: {one.example}" for one in seeds.ends[1:])
 
 

@@ -185,14 +185,14 @@ class Shadow:
             return False
         if self._said and self._steps is not None:
             self._said = ""
-            self._emit(Note(self.name, "it goes on", follows=True))
+            self._emit(Note(self.name, "it continues", follows=True))
         return any_more
 
     def _follow(self, steps: Screening) -> bool:
         last = self._reader.last_sequence_id()
         if last < steps.sequence_id:
             self._mark.reported = last
-            self._end(f"the log ends with record {last} now: it was cut, or is another one", -1)
+            self._end(f"the log ends with record {last} now: it was cut or replaced", -1)
             return False
         if last == steps.sequence_id:
             self.compare_states()

@@ -112,15 +112,15 @@ class Simulation:
             self._rules.progress(self._now_ns, self._end_ns)
             if self._other_count > OTHER_MESSAGES_MAX:
                 self.notes.append(
-                    f"stopped behind {OTHER_MESSAGES_MAX:,} messages that no log has: services call each other without"
-                    " an end; what is said here is a part"
+                    f"stopped after {OTHER_MESSAGES_MAX:,} messages that no log has: services call each other without"
+                    " an end; this outcome is incomplete"
                 )
                 break
         for service in self.services.values():
             due_ns = service.player.next_due_ns
             if due_ns is not None and due_ns > self._end_ns and service.recorded.due_ns(service.reached) != due_ns:
                 self.notes.append(
-                    f"{service.name}: a timer would go off at {time_text(due_ns)}, behind the end of the logs"
+                    f"{service.name}: a timer would go off at {time_text(due_ns)}, after the end of the logs"
                 )
             for place, cause in sorted(service.open.items()):
                 self._calls.miss(service, place, cause)
@@ -193,7 +193,7 @@ class Simulation:
         if changed is not None and any(start.version == changed.version for start in route.versions):
             self.notes.append(
                 f"{name}: up to record {route.versions[-1].sequence_id} the log was handled by versions before"
-                f" {route.versions[-1].version}, and is by their code here: what differs is looked for behind that"
+                f" {route.versions[-1].version}, whose code runs it here: differences are looked for after it"
             )
         self._look_at_timers(service)
         self._look_at_effects(service)
@@ -388,7 +388,7 @@ class Simulation:
         service.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
         if turn.stopped:
             service.stopped = turn.stopped
-            self.notes.append(f"{service.name} stops at {turn.stopped}; what is said of it here ends there")
+            self.notes.append(f"{service.name} stops at {turn.stopped}; its outcome here ends there")
         was = {
             (destination, place): outputs
             for place in places
@@ -571,7 +571,7 @@ class Simulation:
         except AssertionError as error:
             text = str(error) or "AssertionError"
         except Exception as error:  # of the user's function
-            where = f"behind {service.name!r} at {time_text(time_ns)}"
+            where = f"after {service.name!r} at {time_text(time_ns)}"
             raise ReplayError(f"the check can't be made {where}: {type(error).__name__}: {error}") from None
         record, then = (service.name, place[0]), self._rules.then
         (self.breaks.add if text else self.breaks.discard)(record)

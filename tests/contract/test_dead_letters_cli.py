@@ -178,7 +178,7 @@ def test_a_class_that_is_none(letters: InstanceSettings, app: str) -> None:
 
 def test_one_whose_message_is_not_kept(letters: InstanceSettings) -> None:
     shown = immortal(letters, "dead-letters", "counter", "show", "9:0").output
-    assert "the message is not kept: it is too large" in shown
+    assert "the message is too large to be kept" in shown
     assert "arguments" not in shown
 
 
@@ -426,7 +426,7 @@ def test_audit_stands_alone(settings: InstanceSettings) -> None:
 def test_status_of_a_stopped_instance(letters: InstanceSettings) -> None:
     commit(letters, Transaction(suspect=Suspect(2, 1, 2, 2), audit=[AuditEntry(TIME_NS, "ann", "looked")]))
     said = immortal(letters, "status", "counter").output
-    assert "counter: its app has ended without a word 2 times in a row, at record 2, message 1\n" in said
+    assert "counter: its app has ended without an error message 2 times in a row, at record 2, message 1\n" in said
     assert "counter: calls that failed: 1 refused, 1 undone, 1 killed; the app's output has each, and why\n" in said
     assert "counter: 3 dead letters, " in said
     row = json.loads(immortal(letters, "status", "counter", "--json").output)
@@ -447,7 +447,7 @@ def test_status_of_a_running_instance(letters: InstanceSettings, monkeypatch: py
     monkeypatch.setattr(control, "running", lambda folder: control.ControlFile(pid=1, control="", started_ns=0))
     said = immortal(letters, "status", "counter").output
     assert "handling Counter.no\\x1b[2J \\x9b\\u202e for 31 s, record 312, called by shop\n" in said
-    assert "its app has ended without a word once, at record 312\n" in said
+    assert "its app has ended without an error message once, at record 312\n" in said
     assert "counter: calls that failed: 2 undone; the app's output has each, and why\n" in said
     assert "2 dead letters, 2.0 KiB; dropped for lack of room: 7 ('immortal dead-letters" in said
     handling["caller"] = ""

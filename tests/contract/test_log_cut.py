@@ -309,7 +309,7 @@ def test_a_coordinator_keeps_the_cutter_out(log: Path) -> None:
 def test_streams_that_go_on_behind_a_cut_are_sound(log: Path) -> None:
     damage(log, 12)
     cut(log, 12)
-    cut_off = "what was between was cut off by hand"
+    cut_off = "an operator cut off the records between"
     assert findings(log) == {
         Severity.NOTE: [
             f"the impulses to oneself: table 'sources' says 10, the trailers end at 6: {cut_off}",
@@ -334,7 +334,7 @@ def test_streams_that_go_on_behind_a_cut_are_sound(log: Path) -> None:
     store.commit(Transaction(records=[jump], sources={"bob": SourcePosition(5, 1, 50)}))
     store.close()
     assert findings(log)[Severity.FATAL] == [
-        "record 14: the stream from 'bob' goes on at position 50, expected 43: messages were lost or executed twice"
+        "record 14: the stream from 'bob' continues at position 50, expected 43: messages were lost or executed twice"
     ]
 
 
@@ -437,7 +437,7 @@ def test_nothing_is_cut_where_the_removal_fails(log: Path, monkeypatch: pytest.M
         raise lmdb.DiskError("full")
 
     monkeypatch.setattr(TableWriter, "delete", fail)
-    with pytest.raises(LogError, match="could not be cut, it is as it was"):
+    with pytest.raises(LogError, match="could not be cut, and is unchanged"):
         cut(log, 12)
     assert last_sequence_id(log) == 19
 

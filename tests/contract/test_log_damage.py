@@ -391,9 +391,9 @@ def test_a_flipped_bit_of_a_position_is_put_right(log: Path, bit: int) -> None:
         reader.summary()
     severity, place, message = only_finding(log)
     assert (severity, place) == (Severity.DAMAGE, "sources")
-    assert message.endswith("one flipped bit was put right, at the next start")
+    assert message.endswith("one flipped bit was corrected, at the next start")
     store = open_small(log)
-    assert "one flipped bit was put right" in store.repairs[0]
+    assert "one flipped bit was corrected" in store.repairs[0]
     assert store.summary().sources == before
     store.close()
     assert findings(log) == []
@@ -423,9 +423,12 @@ def test_a_damaged_position_is_known_from_the_records(log: Path, name: str) -> N
 @pytest.mark.parametrize(
     ("before", "why"),
     [
-        (Transaction(), "nothing else says which log 'bob' had"),
-        (Transaction(peers={"bob": 5}, stream_starts={"bob": StreamStart(3)}), "nothing else says which log 'bob' had"),
-        (Transaction(peers={"bob": 5, "erin": 8}), "no record that is kept says how far that stream was"),
+        (Transaction(), "nothing else in the log has the ID of the log of 'bob'"),
+        (
+            Transaction(peers={"bob": 5}, stream_starts={"bob": StreamStart(3)}),
+            "nothing else in the log has the ID of the log of 'bob'",
+        ),
+        (Transaction(peers={"bob": 5, "erin": 8}), "no kept record has a position of that stream"),
     ],
     ids=["whose log", "a stream that began anew", "how far"],
 )
@@ -447,7 +450,7 @@ def test_positions_from_before_a_cut_stop_the_start(log: Path) -> None:
     put(store, "meta", log_format.META_CUTS, log_format.seal(b"meta", log_format.META_CUTS, [7, 20]))
     store.close()
     damage_source(log, "bob")
-    with pytest.raises(DamagedLogError, match="no record that is kept says how far"):
+    with pytest.raises(DamagedLogError, match="no kept record has a position of that"):
         open_small(log)
 
 
@@ -491,8 +494,8 @@ def test_positions_that_do_not_fit(log: Path) -> None:
     )
     store.close()
     messages = [message for _, _, message in findings(log)]
-    assert "the stream from 'bob' goes on at position 23, expected 21" in messages[0]
-    assert "the impulses to oneself goes on at position 23" in messages[1]
+    assert "the stream from 'bob' continues at position 23, expected 21" in messages[0]
+    assert "the impulses to oneself continues at position 23" in messages[1]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.999])

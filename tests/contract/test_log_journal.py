@@ -146,7 +146,7 @@ def test_one_flipped_bit_in_an_entry_is_put_right(tmp_path: Path) -> None:
             assert (reader.last_sequence_id(), len(list(reader.values(0)))) == (2, 3)
         mended = reopened(copy)
         assert mended.summary().last_sequence_id == 2, offset_bytes
-        assert "one flipped bit was put right" in mended.repairs[0]
+        assert "one flipped bit was corrected" in mended.repairs[0]
         mended.close()
     store.close()
 
@@ -404,7 +404,7 @@ def test_what_verify_says_of_the_last_entry(tmp_path: Path) -> None:
     flip(copy, 2 * BLOCK_SIZE_BYTES + 100)
     (found,) = [finding for finding in verify_log(copy).findings() if finding.place == "journal"]
     assert found.severity is Severity.DAMAGE
-    assert "put right; the next start makes that last" in found.message
+    assert "corrected; the next start makes that last" in found.message
     flip(copy, 2 * BLOCK_SIZE_BYTES + 110)
     (found,) = [finding for finding in verify_log(copy).findings() if finding.place == "journal"]
     assert found.severity is Severity.NOTE

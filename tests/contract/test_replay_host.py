@@ -224,7 +224,7 @@ def test_the_state_can_be_looked_into(
     assert {"path": "lines", "old": 5, "new": made.lines} in diff_states(app, old, app, new)
     assert diff_states(app, new, app, new) == []
     new.write_bytes(b"no state")
-    with pytest.raises(ReplayError, match=r"the state can't be looked into: .*8 bytes"):
+    with pytest.raises(ReplayError, match=r"the state can't be inspected: .*8 bytes"):
         show_state(app, new)
 
 
@@ -493,7 +493,7 @@ def test_an_app_that_is_started_by_hand_comes_in_at_the_port_that_is_asked_for(b
         by_hand(base_log, ports=(port, port))
     _, _, app = by_hand(base_log, ports=(port, None))
     assert app.address == f"127.0.0.1:{port}"
-    with pytest.raises(ReplayError, match="give it with --app -"):
+    with pytest.raises(ReplayError, match="use it with --app -"):
         AppCommand.of("shop:Shop", ports=(port, None))
 
 

@@ -315,7 +315,7 @@ def test_while_its_server_is_down_an_instance_waits_and_goes_on(
     try:
         house.until(lambda: house.status("counter")["log_silent_s"] is not None, "it says so, and can be asked")
         shown = house.immortal("status", "counter")
-        assert "the log does not answer since" in shown.stdout, shown
+        assert "the log has not answered for" in shown.stdout, shown
     finally:
         postgres.start()
     all_is_counted(house)

@@ -244,7 +244,7 @@ def a_flipped_bit_in_a_table_and_in_a_page_of_lmdb(scene: Scene, cell: Cell) -> 
     scene.log.write_bytes(sound)
     scene.flip(log_format.name_key(IMPULSES), len(IMPULSES) + 10)
     scene.recovers()
-    assert "one flipped bit was put right" in scene.process.line("table 'sources' is damaged")
+    assert "one flipped bit was corrected" in scene.process.line("table 'sources' is damaged")
     scene.kill()
     sound = scene.copy_log()
     for page, offset_bytes in ((0, 144), (1, 144)):  # the transaction's ID

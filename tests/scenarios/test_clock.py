@@ -158,7 +158,7 @@ def test_an_operator_accepts_a_jump_and_nobody_sleeps_less_for_it(
         woken = sleeps_for_long(timely)
         clock.jump(HOUR)
         shown = immortal(tmp_path, "clock", "timely")
-        assert "1 h ahead of the instance's time, and not believed for 10 min more" in shown
+        assert "1 h ahead of the instance's time, and not trusted for another 10 min" in shown
         assert "the machine's clock agrees" in immortal(tmp_path, "clock", "timely", "--accept")
         run.line("and believed now: that is stepped")
         naps(timely, 300)

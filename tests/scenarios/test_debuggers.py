@@ -159,7 +159,7 @@ def test_a_saved_breakpoint_opens_the_debugger_at_the_next_real_call(tmp_path: P
                 "        return self.sold", "        breakpoint()\n        return self.sold"
             )
         )
-        dev.see("shop starts again with the code as it is now: its replay is the same")
+        dev.see("shop restarts with the current code: its replay is the same")
         dev.see("shop ready")
         made = call("count", "1")
         dev.see("-> return self.sold")

@@ -138,7 +138,7 @@ def test_code_that_makes_the_same_calls_takes_over(tmp_path: Path, start: Start)
     order(tmp_path, 1)
     dev.see("till has 100")
     save(tmp_path, RENAMED)
-    dev.see("shop starts again with the code as it is now: its replay is the same")
+    dev.see("shop restarts with the current code: its replay is the same")
     dev.see("shop", "ready")
     assert order(tmp_path, 1) == "2\n"
     dev.see("till has 200")
@@ -153,11 +153,11 @@ def test_without_a_terminal_code_that_makes_other_calls_waits(tmp_path: Path, st
     dev.see("shop ", "DIVERGED")
     dev.see("shop ", "then: Till.sold(100)")
     dev.see("shop ", "now:  Till.sold(90)  <- record 1, message 0: Shop.order(1)")
-    dev.see("immortal", "shop is left as it is")
+    dev.see("immortal", "shop keeps its code")
     order(tmp_path, 1)
     dev.see("till has 200")  # not 190
     save(tmp_path, SHOP)
-    dev.see("shop starts again with the code as it is now")
+    dev.see("shop restarts with the current code")
 
 
 def test_only_services_that_use_the_file_start_again(tmp_path: Path, start: Start) -> None:
@@ -172,22 +172,22 @@ def test_only_services_that_use_the_file_start_again(tmp_path: Path, start: Star
     (tmp_path / "immortal.toml").write_text(project.replace("shop:Till", "tills:Till"))
     dev = start()
     (tmp_path / "prices.py").write_text("PRICE = 101\n")
-    dev.see("shop starts again")
+    dev.see("shop restarts")
     dev.see("shop ", "ready")
-    assert not any("till starts again" in line for line in dev.lines)
+    assert not any("till restarts" in line for line in dev.lines)
 
 
 def test_what_cant_be_imported_changes_nothing_until_it_can(tmp_path: Path, start: Start) -> None:
     dev = start()
     order(tmp_path, 1)
     save(tmp_path, SHOP + "\nclass Broken(:\n")
-    dev.see("what was saved can't be run, all goes on as it was")
+    dev.see("the saved code can't be run, the services continue with their old code")
     dev.see("class Broken(:")
     order(tmp_path, 1)
     dev.see("till has 200")
     save(tmp_path, RENAMED)
-    dev.see("till starts again")
-    dev.see("shop starts again")
+    dev.see("till restarts")
+    dev.see("shop restarts")
 
 
 def test_what_changed_while_something_was_broken_is_not_forgotten(tmp_path: Path, start: Start) -> None:
@@ -200,9 +200,9 @@ def test_what_changed_while_something_was_broken_is_not_forgotten(tmp_path: Path
     dev = start()
     (tmp_path / "tills.py").write_text(till.replace("till has", "the till has"))
     save(tmp_path, f"{mended}\n1 / 0\n")
-    dev.see("what was saved can't be run")
+    dev.see("the saved code can't be run")
     save(tmp_path, mended)
-    dev.see("till starts again")
+    dev.see("till restarts")
 
 
 def test_settings_and_services_change_with_the_project(tmp_path: Path, start: Start) -> None:
@@ -216,9 +216,9 @@ def test_settings_and_services_change_with_the_project(tmp_path: Path, start: St
     dev.see("stall: registered")
     dev.see("stall ", "ready")
     assert "keep_checkpoints = 5" in (tmp_path / ".immortal" / "shop.toml").read_text()
-    assert not any("till starts again" in line for line in dev.lines)
+    assert not any("till restarts" in line for line in dev.lines)
     (tmp_path / "immortal.toml").write_text(project.partition("\n[services.stall]")[0])
-    dev.see("stall is no service of the project any more")
+    dev.see("stall is no longer a service of the project")
     dev.see("stall ", "both stopped")
 
 
@@ -247,7 +247,7 @@ def test_a_terminal_is_asked_and_the_old_code_kept(tmp_path: Path, at_terminal: 
     dev.type("x\n")
     dev.see("[r]eset the log? ")
     dev.type("k\n")
-    dev.see("shop goes on with the code that it runs")
+    dev.see("shop keeps the code that it runs")
     order(tmp_path, 1)
     dev.see("till has 200")
     dev.type(CTRL_C)
@@ -261,7 +261,7 @@ def test_upgraded_here_the_new_code_goes_on_from_the_state(tmp_path: Path, at_te
     save(tmp_path, DISCOUNT)
     dev.see("[u]pgrade here")
     dev.type("u\n")
-    dev.see("shop goes on from here with the new code")
+    dev.see("shop continues from here with the new code")
     dev.see("shop ready")
     assert order(tmp_path, 1) == "2\n"
     dev.see("till has 190")
@@ -274,7 +274,7 @@ def test_reset_all_of_one_begins_anew_and_its_peers_with_it(tmp_path: Path, at_t
     save(tmp_path, DISCOUNT)
     dev.see("[r]eset the log? ")
     dev.type("r\n")
-    dev.see("begins anew: its log is deleted")
+    dev.see("starts from scratch: its log is deleted")
     dev.see("shop ready")
     assert order(tmp_path, 1) == "1\n"
     dev.see("till has 190")
@@ -284,7 +284,7 @@ def test_a_class_of_another_version_upgrades(tmp_path: Path, at_terminal: StartA
     dev = at_terminal(NO_COLOR="1")
     begun(dev, tmp_path)
     save(tmp_path, SECOND)
-    dev.see("the new code of till is of version 2, its log of version 1")
+    dev.see("the new code of till has version 2, its log has version 1")
     dev.see("[u]pgrade here")
     dev.type("u\n")
     dev.see("till is upgraded to version 2")
@@ -299,7 +299,7 @@ def test_a_start_with_another_version_asks(tmp_path: Path, start: Start, at_term
     assert begun.stop() == 0
     save(tmp_path, SECOND)
     dev = at_terminal(NO_COLOR="1")
-    dev.see("till stays at version 1, and shop:Till is of version 2")
+    dev.see("till stays at version 1, but shop:Till has version 2")
     dev.see("[u]pgrade here")
     dev.type("u\n")
     dev.see("till is upgraded to version 2")
@@ -314,7 +314,7 @@ def test_state_that_the_new_code_cant_take_over_is_kept(tmp_path: Path, at_termi
     dev.see("the new code of shop can't replay its log")
     dev.see("[u]pgrade here")
     dev.type("u\n")
-    dev.see("the new code can't go on from the state as it is now")
+    dev.see("the new code can't continue from the current state")
     dev.see("[u]pgrade here")
     dev.type("k\n")
     dev.see("shop goes on")
@@ -327,7 +327,7 @@ def test_what_is_saved_while_it_asks_is_looked_at_anew(tmp_path: Path, at_termin
     save(tmp_path, DISCOUNT)
     dev.see("[u]pgrade here")
     save(tmp_path, RENAMED)
-    dev.see("shop starts again with the code as it is now: its replay is the same")
+    dev.see("shop restarts with the current code: its replay is the same")
 
 
 def test_a_breakpoint_is_answered_through_it(tmp_path: Path, at_terminal: StartAtTerminal) -> None:
@@ -351,7 +351,7 @@ def test_ctrl_c_twice_ends_a_handler_that_stands_in_the_debugger(tmp_path: Path,
     order(tmp_path, 1)
     dev.see("(Pdb) ")
     dev.type(CTRL_C)
-    dev.see("stopping; Ctrl-C again ends all at once")
+    dev.see("stopping; Ctrl-C again ends all processes at once")
     assert dev.insist(CTRL_C) == 1
     assert {row["phase"] for row in status(tmp_path).values()} == {"stopped"}
 
@@ -369,7 +369,7 @@ def test_a_log_that_the_code_cant_replay_is_asked_about(tmp_path: Path, at_termi
     again.see("[w]ait for that, [r]eset the log? ")
     again.type("w\n")
     save(tmp_path, SHOP)
-    again.see("shop starts with the code as it is now")
+    again.see("shop starts with the current code")
     again.see("shop ready")
     assert order(tmp_path, 1) == "3\n"
 
@@ -435,7 +435,7 @@ def test_effects_have_others_in_their_place_here_alone(tmp_path: Path) -> None:
         dev.ready("shop")
         assert immortal(tmp_path, "call", "shop", "pay", "5") == '"5 paid"\n'
         fakes.write_text('def charge(cents: int) -> str:\n    return f"{cents} paid, it seems"\n')
-        dev.see("shop starts again with the code as it is now")
+        dev.see("shop restarts with the current code")
         dev.ready("shop")
         assert immortal(tmp_path, "call", "shop", "pay", "5") == '"5 paid, it seems"\n'
         fakes.write_text("")

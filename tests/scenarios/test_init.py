@@ -81,4 +81,4 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text("mine")
     assert "shop.py is there already, nothing was written" in immortal(tmp_path, "init", status=1)
     assert [file.name for file in tmp_path.iterdir()] == ["shop.py"]
-    assert "is no name for a project" in immortal(tmp_path, "init", "a b", status=1)
+    assert "is not a project name" in immortal(tmp_path, "init", "a b", status=1)

@@ -80,7 +80,7 @@ def test_the_demo_counts_each_word_once_on_it(tmp_path: Path, package: Path) -> 
 
 
 def test_a_backend_that_nobody_brings_is_named() -> None:
-    with pytest.raises(LogError, match=r"no backend for logs papyrus: is known: known are lmdb:, memory:"):
+    with pytest.raises(LogError, match=r"no backend for logs papyrus: is known, only lmdb:, memory:"):
         place_of("papyrus:scroll")
 
 

@@ -79,7 +79,7 @@ def test_a_pause_holds_calls_back_and_a_restart_ends_it(tmp_path: Path) -> None:
     try:
         with connect("shop", home=tmp_path / HOME) as client:
             assert client.sell() == 1
-            assert "shop: paused; what comes in is logged" in immortal(tmp_path, "pause", "shop")
+            assert "shop: paused; incoming messages are logged" in immortal(tmp_path, "pause", "shop")
             assert "it is paused already, by " in immortal(tmp_path, "pause", "shop")
             again = json.loads(immortal(tmp_path, "pause", "shop", "--json"))
             assert (again["name"], again["changed"]) == ("shop", False)

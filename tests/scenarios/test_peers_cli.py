@@ -137,7 +137,7 @@ def test_a_wiped_peer_is_an_error_on_both_sides_and_a_reset_lets_traffic_go_on(p
 
     said = immortal(pair.folder, "peers", "reset", "alice", "bob", given="n\n", status=1)
     assert "the first 3 calls, which bob acknowledged, are not sent again" in said
-    assert "what is not acknowledged (1 of 4) is sent to the log that bob has then" in said
+    assert "calls not acknowledged (1 of 4) are sent to the new log of bob" in said
     assert "Reset the streams with bob? [y/N]" in said
     assert not pair.shown("alice")["bob"]["reset_pending"]
 

@@ -375,13 +375,13 @@ def test_code_that_was_changed_shows_no_state_that_never_was(home: Home, monkeyp
     try:
         for arguments in (["replay", "reader", "--to", "1", "--state"], ["sql", "select * from reader", "--at", "1"]):
             refused = home.run(*arguments, *(["-i", "reader"] if arguments[0] == "sql" else []), status=1)
-            assert "the state of reader there would be one that never was: 'reader' does not do again" in refused.stderr
+            assert "reader never had the state that this replay gives: 'reader' does not do again" in refused.stderr
             assert not refused.stdout
         assert "  DIVERGED: 'reader' does not" in home.run("replay", "reader", "--to", "1", status=3).stdout
         silent = home.variant("self.lines += 1", "self.lines += 9")  # shows in no call
         Registry(home.folder).remember_app("reader", f"{silent}:Reader")
         for moment in (["--to", "1"], []):  # proved by the checkpoint behind it, and by the one before
             refused = home.run("replay", "reader", *moment, "--state", status=1)
-            assert "at checkpoint 2 (after record 2) its state is another one, such as lines" in refused.stderr
+            assert "at checkpoint 2 (after record 2) its state differs, such as lines" in refused.stderr
     finally:
         Registry(home.folder).remember_app("reader", f"{home.module_name}:Reader")

@@ -209,7 +209,7 @@ def test_code_that_was_changed_shows_no_moment_that_never_was(home: Path, sessio
     changed = write_module(home, SOURCE.replace("book.fork(amount)", "book.fork(amount + 1)"))
     registry.remember_app("desk", f"{changed}:Desk")
     try:
-        with pytest.raises(ReplayError, match="would be one that never was: 'desk' does not do again"):
+        with pytest.raises(ReplayError, match="never had the state that this replay gives: 'desk' does not do again"):
             sessions.ask("desk", "moment", record=3, index=0)
     finally:
         registry.remember_app("desk", own)

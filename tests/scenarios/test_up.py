@@ -107,10 +107,13 @@ def test_an_upgrade_holds(folder: Path) -> None:
     project = (folder / "immortal.toml").read_text()
     immortal(folder, "up")
     (folder / "immortal.toml").write_text(project.replace("shop:Till", "shop2:Till"))
-    stays = "till stays at version 1, and shop2:Till is of version 2; 'immortal up --upgrade' upgrades it\n"
+    stays = "till stays at version 1, but shop2:Till has version 2; 'immortal up --upgrade' upgrades it\n"
     ready = "till ready, started again: its settings or version have changed\nshop ready\n"
     assert immortal(folder, "up") == f"{stays}{ready}"
-    assert "till: version 1 runs, and its class is of version 2: 'immortal up --upgrade'" in immortal(folder, "ps")
+    assert (
+        "till: it runs version 1, but its class has version 2: to upgrade it, use 'immortal up --upgrade'"
+        in immortal(folder, "ps")
+    )
     immortal(folder, "call", "shop", "order", "2")
     seen(folder, "till has 200")
     said = immortal(folder, "up", "--upgrade")
@@ -120,7 +123,7 @@ def test_an_upgrade_holds(folder: Path) -> None:
     seen(folder, "of sales: 1")
     assert services(folder)["till"]["version"] == 2
     (folder / "immortal.toml").write_text(project)
-    behind = "till is of version 2, and the project names shop:Till, which has no such version: write"
+    behind = "till has version 2, but the project names shop:Till, which lacks that version: write"
     said = immortal(folder, "up", status=1)
     assert said.startswith(behind), "and what runs goes on"
     assert "till ready\nshop ready\n" in said

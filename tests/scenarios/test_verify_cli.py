@@ -216,7 +216,7 @@ def test_where_the_last_record_makes_the_app_end_that_is_a_result(home: Home, mo
     monkeypatch.setenv("ENDS_AT", "end")
     section = home.json(status=0)["sections"][-1]
     assert (section["app_ended_at"], section["last_record"]) == (last, last - 1)
-    ended = f"the app ended here, as it did then: at record {last}, behind which the log has nothing"
+    ended = f"the app ended here, as before: at record {last}, the last in the log"
     assert ended in what_if(status=0).stdout
     assert ended in home.verify(status=0).stdout
     before = home.verify("--to", str(last - 1), status=0).stdout
@@ -245,7 +245,7 @@ def test_new_code_that_ends_earlier_or_goes_on_is_a_difference(home: Home, monke
     monkeypatch.setenv("ENDS_AT", "b")
     said = what_if("Twin", "Ending")
     assert f"(at record {last - 2}; --to {last - 3} ends before it)" in said
-    assert "Twin goes on there" in said
+    assert "Twin continues there" in said
     monkeypatch.setenv("ENDS_AT", "end")
     said = what_if("Ending", "Twin")
     assert f"(at record {last}; " in said
@@ -302,7 +302,7 @@ def test_calls_that_no_mark_covers_yet_are_not_called_proved(home: Home) -> None
 def test_the_time_in_the_state_is_found_and_the_attribute_named(home: Home) -> None:
     home.record("Clocked", puts("a", "checkpoint"))
     lines = home.verify(status=3).stdout.splitlines()
-    assert "  DIVERGED: the state of checkpoint 2 is another one:" in lines
+    assert "  DIVERGED: the state of checkpoint 2 differs:" in lines
     (named,) = [line for line in lines if line.startswith("    ")]
     assert re.fullmatch(r"    last: then \d+\.\d+, now \d+\.\d+", named)
     assert lines[-3].startswith("app: NOT the same")

@@ -332,9 +332,9 @@ def test_messages_that_are_looked_for(shown: Browser) -> None:
     shown.go("/i/desk/messages?size=1000000")
     assert page.locator("tbody tr").count() == 1
     shown.go("/i/desk/messages?latency=100000000")
-    assert "No message here is like that" in page.locator("tbody").inner_text()
+    assert "No message matches" in page.locator("tbody").inner_text()
     for wrong, why in (
-        ("re=(", "is no regular expression"),
+        ("re=(", "is not a regular expression"),
         ("at=x", "a record's number"),
         ("size=-1", "a whole number"),
     ):
@@ -503,7 +503,7 @@ def test_the_token_is_typed_once_for_what_forms_do(shown: Browser) -> None:
     looks_right(shown, "travel-token")
     page.get_by_label("Python expression").nth(1).fill("6 * 7")
     evaluate = page.locator("form", has=page.get_by_role("button", name="Evaluate"))
-    for typed, answer in (("wrong", "that is not the token"), (shown.server.token, "42")):
+    for typed, answer in (("wrong", "the token is wrong"), (shown.server.token, "42")):
         evaluate.get_by_label("Token").fill(typed)
         page.get_by_role("button", name="Evaluate").click()
         page.locator("#answer", has_text=answer).wait_for()
@@ -521,7 +521,7 @@ def test_the_token_is_typed_once_for_what_forms_do(shown: Browser) -> None:
     assert page.get_by_label("Token").is_hidden()
     page.get_by_label("The new class").fill("desk:Ledger")
     page.get_by_role("button", name="Run").click()
-    page.get_by_text("that is not the token").wait_for()
+    page.get_by_text("the token is wrong").wait_for()
     shown.errors.clear()
     page = shown.go("/i/ledger/what-if")
     assert page.get_by_label("Token").is_visible()
@@ -616,7 +616,7 @@ def test_queries_of_an_instance_that_runs(shown: Browser) -> None:
     page.get_by_role("button", name="Ask").click()
     assert json.loads(page.locator("#answer").inner_text()) == {"<b>none": 0}
     looks_right(shown, "query")
-    for arguments, problem in (("5", "a list of all arguments"), ("[", "is no list"), ("[1]", "Expected `str`")):
+    for arguments, problem in (("5", "a list of all arguments"), ("[", "is not a JSON"), ("[1]", "Expected `str`")):
         page.get_by_label("Arguments").fill(arguments)
         page.get_by_role("button", name="Ask").click()
         page.get_by_role("alert").get_by_text(problem).wait_for()
@@ -624,7 +624,7 @@ def test_queries_of_an_instance_that_runs(shown: Browser) -> None:
     asked = shown.server.ask("/i/desk/queries", "POST", f"csrf={token}&query=add&arguments=[%22a%22,1]")
     assert "is no query (its queries: amount)" in asked[1].replace("&#39;", "'")
     assert shown.server.ask("/i/desk/queries", "POST", "query=amount")[0] == 403
-    assert "Its class has none" in shown.server.ask("/i/ledger/queries")[1]
+    assert "Its class has no queries" in shown.server.ask("/i/ledger/queries")[1]
 
 
 def test_sql_over_all_instances(shown: Browser) -> None:
@@ -659,7 +659,7 @@ def test_sql_over_all_instances(shown: Browser) -> None:
     assert "<i>" in page.locator("#found thead").inner_text()
     assert len(page.content()) < 200_000  # one of them has 1 MiB
     ask("select * from range(1000)")
-    page.locator("#count", has_text="500 rows, and more than these").wait_for()
+    page.locator("#count", has_text="500 rows, and there are more").wait_for()
     ask("selec", "x")
     page.get_by_role("alert").get_by_text("a record's number, or a time").wait_for()
 
@@ -690,7 +690,7 @@ def test_a_page_that_only_shows(shown: Browser) -> None:
     token = csrf_of(shown.server.ask("/i/desk/what-if")[1])
     for path in ("do/checkpoint", "executions/do/cancel"):
         assert shown.server.ask(f"/i/desk/{path}", "POST", f"csrf={token}&ids=1")[0] == 403
-    assert "Cancel what was found" not in shown.server.ask("/i/desk/executions?state=waiting")[1]
+    assert "Cancel all found" not in shown.server.ask("/i/desk/executions?state=waiting")[1]
 
 
 def test_actions(shown: Browser, fleet: Fleet) -> None:
@@ -703,25 +703,25 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         page.get_by_role("link", name="Take a checkpoint").click()
         looks_right(shown, "action")
         page.get_by_role("button", name="Take it").click()
-        page.get_by_text("a checkpoint is on its way").wait_for()
+        page.get_by_text("a checkpoint is requested").wait_for()
         until(lambda: "behind record" in server.ask("/i/desk")[1])
         page.goto(f"{server.url}/i/desk")
         page.locator("h2:has-text('Waiting handlers') ~ table >> nth=0 >> tbody a").click()
-        page.get_by_role("link", name="Give it this event").click()
+        page.get_by_role("link", name="Send this event").click()
         page.get_by_label("Value, as JSON").fill("no json")
-        page.get_by_role("button", name="Give it").click()
+        page.get_by_role("button", name="Send it").click()
         page.get_by_text("is not JSON").wait_for()
         shown.errors.clear()  # the browser notes the status
         page.go_back()
         page.get_by_label("Value, as JSON").fill('{"yes": true}')
-        page.get_by_role("button", name="Give it").click()
+        page.get_by_role("button", name="Send it").click()
         page.locator(".note.good").wait_for()
         with connect("desk", home=fleet.folder / HOME) as desk:
             desk.begin("nobody")
         page.goto(f"{server.url}/i/desk")
         page.locator("h2:has-text('Waiting handlers') ~ table >> nth=0 >> tbody a").click()
         page.get_by_role("link", name="Cancel this handler").click()
-        page.get_by_label("Why").fill("<b>enough</b>")
+        page.get_by_label("Reason").fill("<b>enough</b>")
         page.get_by_role("button", name="Cancel it").click()
         page.locator(".note.good").wait_for()
         with connect("desk", home=fleet.folder / HOME) as desk:
@@ -733,7 +733,7 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         page.get_by_label("Handler").fill("ask")
         page.get_by_role("button", name="Show").click()
         looks_right(shown, "executions-actions")
-        page.get_by_role("link", name="Terminate what was found").click()
+        page.get_by_role("link", name="Terminate all found").click()
         looks_right(shown, "executions-do")
         assert "'ann'" in page.locator("form.confirm").inner_text()
         page.get_by_role("button", name="Terminate").click()
@@ -776,7 +776,7 @@ def test_pause_an_effect_now_and_single_dead_letters(shown: Browser, fleet: Flee
         page.goto(f"{server.url}/i/desk")
         page.get_by_role("link", name="Pause").click()
         page.get_by_role("button", name="Pause it").click()
-        page.locator(".note.good", has_text="paused; what comes in is logged").wait_for()
+        page.locator(".note.good", has_text="paused; incoming messages are logged").wait_for()
         page.goto(f"{server.url}/i/desk")
         page.locator(".note.warn", has_text="paused by ").wait_for()
         looks_right(shown, "paused")
@@ -802,7 +802,7 @@ def test_pause_an_effect_now_and_single_dead_letters(shown: Browser, fleet: Flee
         assert "ValueError" in page.locator("tbody").inner_text()
         looks_right(shown, "dead-letters")
         page.get_by_role("link", name="Drop").first.click()
-        page.get_by_role("button", name="Drop it for good").click()
+        page.get_by_role("button", name="Drop it permanently").click()
         page.locator(".note.good", has_text="the dead letter is dropped").wait_for()
         until(lambda: server.ask("/i/desk/dead-letters")[1].count("Try again") == 1)
         page.goto(f"{server.url}/i/desk/dead-letters")
@@ -835,7 +835,7 @@ def test_a_timeline_of_what_is_looked_for(shown: Browser) -> None:
     assert (sender, sent_us <= time_us) == (0, True)
     assert all(lane["all"] for lane in lanes), "an empty lane tells a window without messages from an empty log"
     status, text, _ = shown.server.ask(f"{asked}&re=(")
-    assert (status, "no regular expression" in text) == (422, True)
+    assert (status, "not a regular expression" in text) == (422, True)
     assert json.loads(shown.server.ask(f"/i/desk/timeline.json?lanes=spare&{whole}")[1])["lanes"][0]["problem"]
     assert shown.server.ask("/i/desk/timeline.json?lanes=desk&from=5&to=5")[0] == 400
 

@@ -137,7 +137,9 @@ def test_a_what_if_for_the_fleet(shown: Browser) -> None:
         ["till", "5", "0", "0"],
     ]
     text = page.locator("main").inner_text()
-    assert "the smallest prefix of the input that breaks it under the change alone has 4 inputs from outside" in text
+    assert (
+        "the smallest prefix of the input that fails the check only with the change has 4 inputs from outside" in text
+    )
     assert "shop, record 1, message 0: Shop.order('tea', 1) -> till: was Till.sell('tea', 1); would be" in text
     assert page.locator(".consequences li").count() == 1
     assert "till\tsold['tea']\t9\t18" in text
@@ -191,7 +193,7 @@ def test_a_what_if_is_cancelled_and_one_can_not_be_run(shown: Browser) -> None:
         ("code", "<i>nowhere", "<i>nowhere is neither a folder nor a wheel"),
         ("code", "x" * 5000, "File name too long"),
         ("begin", "<u>yesterday", "'<u>yesterday': a record's number, or a time"),
-        ("end", "312", "a time was expected, such as 2026-05-01T12:00, and no record's number"),
+        ("end", "312", "a time was expected, such as 2026-05-01T12:00, not a record's number"),
         ("effects", "ask", "fail or by-key was expected, not 'ask'"),
         ("check", "small", "'small': a function was expected, as module:function"),
         ("seeds", "0", "a number from 1 to 9999 was expected, not '0'"),

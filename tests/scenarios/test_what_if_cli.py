@@ -347,7 +347,7 @@ def test_code_that_stops_is_a_finding(log: Log) -> None:
     text, _ = log.what_if("--app", f"{failing}:Counter", status=3)
     assert f"the new code fails at record {exception['record']}, message {exception['message']}: Counter.count(" in text
     assert "    AssertionError: too much" in text.splitlines()
-    assert "nothing behind it was compared" in text.splitlines()
+    assert "nothing after it was compared" in text.splitlines()
 
 
 def test_old_code_that_raises_leaves_nothing_to_compare_with(log: Log) -> None:
@@ -706,5 +706,5 @@ def test_what_comes_behind_a_failure_is_not_denied(desk: Path) -> None:
     assert not found["state_known"]
     record = found["exception"]["record"]
     assert [one["text"] for one in found["not_worked_out"]] == [
-        f"what is different behind record {record}, where the new code fails"
+        f"what differs after record {record}, where the new code fails"
     ]

@@ -90,7 +90,7 @@ def test_code_that_is_not_there_is_not_passed_over(flow: Path, tmp_path: Path) -
     said = what_if(flow, "state", "--app", app_of("state"), "--code", tmp_path, status=1).stderr
     assert f"nothing of it is in {tmp_path}: its module is {flow}/old/flow/state.py" in said
     said = what_if(flow, "state", "--app", "-", "--code", "../new", status=1).stderr
-    assert "is for an app that is started from here" in said
+    assert "is for an app that this command starts" in said
 
 
 def test_a_path_of_the_environment_does_not_come_first(flow: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_changed_calls_are_told_while_all_processes_are_killed(folder: Path) -> 
             found(shadow, TWICE, times + 2)
 
         order(folder, "leave")
-        assert "would fail" in found(shadow, "PermissionError: a what-if lets nothing out")["text"]
+        assert "would fail" in found(shadow, "PermissionError: a what-if refuses")["text"]
         assert not (folder / "left").exists()
         order(folder, "grow at once")
         found(shadow, "MemoryError")

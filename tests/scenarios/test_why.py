@@ -206,7 +206,7 @@ def calls(step: Step) -> list[Step]:
 def test_messages_are_followed_as_long_as_there_is_time(home: Path, explainer: Explainer) -> None:
     late = Explainer(explainer._registry, explainer._sessions, limit_s=-1.0)
     step = late.explain("till", 'sold["tea"]').step
-    assert (step.call, step.note, step.causes) == ("", "not followed further: there was no more time", [])
+    assert (step.call, step.note, step.causes) == ("", "not followed further: the time was up", [])
 
 
 def test_each_log_is_read_in_its_turn(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +395,7 @@ def test_a_value_of_a_version_before_is_found(versions: Explainer) -> None:
 def test_what_an_upgrade_converted_is_no_messages_doing(versions: Explainer) -> None:
     found = versions.explain("counter", "total")
     assert (found.before, found.value, found.step.record) == ("0", "100", None)
-    assert found.step.note == "the upgrade behind record 3 converted it, and no message changed it"
+    assert found.step.note == "the upgrade after record 3 converted it, and no message changed it"
 
 
 def test_what_set_the_values_that_it_read_comes_below_and_can_be_left_out(home: Path, explainer: Explainer) -> None:

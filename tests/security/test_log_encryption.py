@@ -149,7 +149,7 @@ def test_a_log_without_its_key_is_not_read_and_says_so(
     with pytest.raises(LogKeyError, match="no key is given"):
         findings(bare)
     write_keys(tmp_path / "other", OTHER)
-    with pytest.raises(LogKeyError, match=f"and .*other has {OTHER.id}: bring that key back"):
+    with pytest.raises(LogKeyError, match=f"and .*other has {OTHER.id}: add that key again"):
         open_reader(encrypted(Path(log.location), tmp_path / "other"), NAME)
     monkeypatch.setenv(ENCRYPTION_KEY_VARIABLE, log.encryption_key)
     with open_reader(log.location, NAME) as reader:  # as `immortal log diff` and the pipeline do
@@ -159,7 +159,7 @@ def test_a_log_without_its_key_is_not_read_and_says_so(
 def test_a_plain_log_is_not_written_where_an_encrypted_one_is_meant(tmp_path: Path, key_file: Path) -> None:
     write_log(tmp_path / "log")
     place = encrypted(tmp_path / "log", key_file)
-    with pytest.raises(LogKeyError, match="is not encrypted, and its settings have an 'encryption_key'"):
+    with pytest.raises(LogKeyError, match="is not encrypted, but its settings have an 'encryption_key'"):
         open_log(place, NAME)
     with open_reader(place, NAME) as reader:
         assert reader.read(0, 1)
@@ -348,7 +348,7 @@ def test_a_log_in_plain_is_encrypted_by_a_copy(tmp_path: Path, key_file: Path, m
     with opened(target, mac_keys) as store:
         put_record(store, 120)
     assert findings(target, mac_keys) == []
-    with pytest.raises(BackupError, match="already: an encrypted copy is a new one"):
+    with pytest.raises(BackupError, match="already: an encrypted copy needs an empty place"):
         back_up(tmp_path / "plain", NAME, encrypted(tmp_path / "copy", key_file), mac_keys)
 
 
@@ -357,7 +357,7 @@ def test_an_archive_in_plain_is_not_restored_where_an_encrypted_log_is_meant(tmp
     archive = Archive(Objects(store_of(f"file://{tmp_path}/archive", make=True), "there").below(NAME))
     with open_reader(tmp_path / "plain", NAME) as reader:
         assert Archiver(archive, reader).moment() is not None
-    with pytest.raises(LogKeyError, match="is not encrypted, and its settings have an 'encryption_key': without that"):
+    with pytest.raises(LogKeyError, match="is not encrypted, but its settings have an 'encryption_key': remove that"):
         restore(archive, NAME, archive.moments(), 0, encrypted(tmp_path / "restored", key_file), ())
     assert not (tmp_path / "restored").exists()
 
@@ -499,11 +499,11 @@ def test_who_has_no_key_for_a_new_log_is_told_so(key_file: Path) -> None:
     ("source", "message"),
     [
         ("env:NO_SUCH_KEY", "the environment has no NO_SUCH_KEY"),
-        ("env:WRONG_KEY", "the environment variable WRONG_KEY holds something else than keys"),
+        ("env:WRONG_KEY", "the environment variable WRONG_KEY does not hold keys"),
         ("/no/such/key", "there is no key in /no/such/key"),
-        ("command:/no/such/program", "cannot be had from '/no/such/program'"),
+        ("command:/no/such/program", "cannot be read from '/no/such/program'"),
         (f"command:{sys.executable} -c 'import sys; sys.exit(\"locked\")'", "ended with 1: locked"),
-        ("command:printf '\\247'", "has written holds something else than keys"),
+        ("command:printf '\\247'", "the output of .* does not hold keys"),
     ],
 )
 def test_a_key_that_is_not_there_is_an_error(source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -407,7 +407,7 @@ def test_a_key_can_be_taken_away(log: Path) -> None:
     assert verify_log(log, NAME).is_sound
     assert findings(log) == []
     [finding] = verify_log(log, NAME, keys=KEYS, must_be_authentic=True).findings()
-    assert "is not authenticated, and was once" in finding.message
+    assert "is not authenticated, but this instance had" in finding.message
 
 
 # --- what people do to logs -------------------------------------------------------------------------------------------

@@ -131,9 +131,9 @@ def test_no_command_goes_on_with_a_forged_table(home: Home, forgery: Any, tmp_pa
 def test_a_forger_cannot_take_the_key_away(home: Home) -> None:
     forger.take_the_key_away(Path(home.settings.log))
     assert run_coordinator(home.settings, home.registry, Notices(NAME)) == STATUS_NO_RECOVERY
-    assert "is not authenticated, and was once" in home.run("log", "verify", NAME, status=1).stdout
-    assert "is not authenticated, and was once" in home.run("replay", NAME, status=1).stderr
-    with pytest.raises(LogKeyError, match="is not authenticated, and was once"):
+    assert "is not authenticated, but this instance had" in home.run("log", "verify", NAME, status=1).stdout
+    assert "is not authenticated, but this instance had" in home.run("replay", NAME, status=1).stderr
+    with pytest.raises(LogKeyError, match="is not authenticated, but this instance had"):
         home.start()
 
 
@@ -230,7 +230,7 @@ def test_a_readable_key_is_refused(home: Home) -> None:
         home.start()
     path.chmod(0o600)
     path.write_text("no key\n")
-    with pytest.raises(LogKeyError, match="holds something else than keys of a log"):
+    with pytest.raises(LogKeyError, match="does not hold keys of a log"):
         home.start()
 
 

@@ -245,7 +245,7 @@ def test_it_ends_quietly_while_somebody_looks_on(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken(server: WebServer, tmp_path: Path) -> None:
     said = immortal(tmp_path, "web", "--port", str(server.port), status=1)
-    assert f"127.0.0.1:{server.port} can't be listened at: Address already in use" in said
+    assert f"can't listen at 127.0.0.1:{server.port}: Address already in use" in said
 
 
 def test_with_a_certificate_and_a_token_of_a_file(tmp_path: Path) -> None:

@@ -200,7 +200,10 @@ def test_status_says_who_is_waited_for_and_that_a_log_is_full(logged: Registry, 
     live[0] = json.dumps(LIVE | {"outputs": {"printer": printer}, "held_up_for": ["printer"], "log": full}).encode()
     output = run(logged.home, "status").output
     assert "printer 4 of 9, 3.0 MiB waiting, 2.0 MiB on disk" in output
-    assert "counter: its app is held up: too much waits for printer (peer_buffer_mib_max and spill_limit_mb)" in output
+    assert (
+        "counter: its app is held up: too much output waits for printer (peer_buffer_mib_max and spill_limit_mb)"
+        in output
+    )
     assert "counter: no input is taken from peers, and no impulses: 'counter' is full: its log takes 9 MiB" in output
 
 

@@ -187,4 +187,4 @@ def test_an_operator_sees_since_when_it_is_silent() -> None:
     driven = silent()
     driven.now_ns += 5_000_000_000
     row = driven.machine.view.status(driven.now_ns)
-    assert problems(row) == ["a: the log does not answer since 5 s ago, trying again"]
+    assert problems(row) == ["a: the log has not answered for 5 s, trying again"]

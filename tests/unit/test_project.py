@@ -97,7 +97,7 @@ def test_all_that_a_service_may_say(tmp_path: Path) -> None:
         ),
         (
             '[services.a]\napp = "m:C"\nenvironment = { A = 1 }\n',
-            ", line 3, field 'services.a.environment': got {'A': 1}, expected a text for each name, but 'A' is none",
+            ", line 3, field 'services.a.environment': got {'A': 1}, expected a text for each name, but 'A' has none",
         ),
         (
             '[services.a]\napp = "m:C"\neffects = { "m:charge" = "charge" }\n',
@@ -190,7 +190,7 @@ def test_the_registry_follows_and_keeps_what_is_not_said(tmp_path: Path) -> None
     now = registry.load("shop")
     assert (now.keep_checkpoints, now.tuning.clock_hold_s, now.spill_limit_mb, now.peer) == (None, 5, 9, port)
     assert "# by hand" in path.read_text()
-    with pytest.raises(ConfigError, match="name its port"):
+    with pytest.raises(ConfigError, match="give its port"):
         register(registry, service(peer="tcp://0.0.0.0:*"))
 
 
@@ -206,14 +206,14 @@ def test_a_class_of_another_version_than_the_log(tmp_path: Path, monkeypatch: py
     assert version_gap(registry, till("shop2:Till", 2, 1)) is None
     behind = version_gap(registry, till("shop:Till", 1))
     assert behind == VersionGap(
-        "till is of version 2, and the project names shop:Till, which has no such version:"
-        ' write app = "shop2:Till" in immortal.toml, which it ran last',
+        "till has version 2, but the project names shop:Till, which lacks that version:"
+        ' write app = "shop2:Till" in immortal.toml, the class that it ran last',
         can_upgrade=False,
     )
     ahead = version_gap(registry, till("shop3:Till", 3, 2))
     assert ahead is not None
     assert ahead.stays
-    assert ahead.text == "till stays at version 2, and shop3:Till is of version 3"
+    assert ahead.text == "till stays at version 2, but shop3:Till has version 3"
     request_upgrade(registry, till("shop3:Till", 3, 2))
     requested = version_gap(registry, till("shop3:Till", 3, 2))
     assert requested is not None

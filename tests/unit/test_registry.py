@@ -95,7 +95,7 @@ def test_free_ports_come_from_where_they_may(monkeypatch: pytest.MonkeyPatch) ->
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
         monkeypatch.setenv("IMMORTAL_PORTS", f"{port}-{port}")
-        with pytest.raises(RegistryError, match=f"no free port was found at 127.0.0.1, of those .* {port}-{port}"):
+        with pytest.raises(RegistryError, match=f"no free port was found at .* in the range of .* {port}-{port}"):
             free_port(("127.0.0.1",), set())
     assert free_port(("127.0.0.1",), set()) == port
 

@@ -104,7 +104,7 @@ def test_a_handler_that_raises_in_the_replay_only_is_found() -> None:
 
 
 def test_a_call_too_many_is_found() -> None:
-    assert "does more than it did before" in _message("dice", (Dice.more,))
+    assert "makes more calls than before" in _message("dice", (Dice.more,))
 
 
 def test_a_crash_finds_it_at_once() -> None:
@@ -232,7 +232,7 @@ def test_the_log_of_an_upgrade_replays(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_log_or_a_damaged_one_is_refused(golden: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("something else")
-    with pytest.raises(LogFormatError, match="is no recorded log"):
+    with pytest.raises(LogFormatError, match="is not a recorded log"):
         assert_replays(tmp_path / "text", Bank)
     whole = (golden / "bank.log").read_bytes()
     for offset in range(8, len(whole), 37):

@@ -42,7 +42,7 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, mode: int, why: str) -> 
 
 def test_what_is_derived_is_not_the_token() -> None:
     text = new_token()
-    with pytest.raises(WebError, match="the reader's token is the token itself"):
+    with pytest.raises(WebError, match="the reader's token is the same as the full token"):
         Token(text, text)
     token, later, other = Token(text), Token(text), Token(new_token())
     cookie = token.cookie(ORIGIN, 1000.0)

@@ -245,7 +245,7 @@ def test_a_failure_travels_to_whoever_waits() -> None:
 def test_code_that_stops_its_app_gives_a_part_that_says_so() -> None:
     outcome = Fleet().what_if(changes={"till": Stopping})
     assert "KeyError" in outcome.service("till").stopped
-    assert any("what is said of it here ends there" in note for note in outcome.notes)
+    assert any("its outcome here ends there" in note for note in outcome.notes)
     assert outcome.is_different
 
 
@@ -258,7 +258,7 @@ def test_a_check_is_made_of_the_record_too() -> None:
     assert outcome.broken_in_record is not None
     assert outcome.broken.text.startswith("too much tea")
     assert outcome.prefix is None
-    assert "  nor in the record, behind till" in "\n".join(outcome_lines(outcome))
+    assert "  in the recorded run it fails too, after till" in "\n".join(outcome_lines(outcome))
 
 
 def test_orders_are_tried_by_seeds() -> None:
@@ -321,7 +321,9 @@ def test_what_a_trimmed_log_can_not_tell_is_said_with_the_earliest_moment(monkey
         return replace(summary, checkpoints=summary.checkpoints[-1:], first_sequence_id=summary.last_sequence_id + 1)
 
     monkeypatch.setattr(MemorySource, "summary", trimmed)
-    with pytest.raises(ReplayError, match=r"'till' has no state of before 2030-.*the earliest that can: --from 2030-"):
+    with pytest.raises(
+        ReplayError, match=r"'till' has no state from before 2030-.*the earliest possible start is --from 2030-"
+    ):
         fleet.what_if(changes={"shop": Twice}, effects="by-key")
 
 
@@ -374,7 +376,7 @@ def test_services_that_call_each_other_for_ever_are_stopped(monkeypatch: pytest.
     with Environment() as env:
         env.start(Ping, "ping").send(Ping.hit, 1)
         outcome = env.what_if({"ping": Endless})
-    assert "stopped behind 50 messages that no log has" in outcome.notes[0]
+    assert "stopped after 50 messages that no log has" in outcome.notes[0]
     assert state_of(outcome, "ping") == {"count": (1, 52)}
 
 

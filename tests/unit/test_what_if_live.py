@@ -286,7 +286,7 @@ def test_a_log_that_is_away_is_waited_for(scene: Scene) -> None:
     scene.reader.is_away = False
     found, goes_on = texts(scene.follow(shadow))
     assert "would be Till.sell(2)" in found
-    assert goes_on == "it goes on"
+    assert goes_on == "it continues"
 
 
 def test_a_log_that_was_cut_is_told(scene: Scene) -> None:
@@ -345,7 +345,7 @@ def test_a_report_shows_the_first_lines_of_a_handler_and_counts_the_others() -> 
     assert not report.is_different
     lines = [report.take(found(record)) for record in range(LINES_MAX + 5)]
     assert lines[0] == "shop, record 0, message 0: was <b>1</b>; would be 2 (0.2 s later)"
-    assert lines[LINES_MAX - 1].endswith("; the next ones like this are only counted")
+    assert lines[LINES_MAX - 1].endswith("; further ones like this are only counted")
     assert lines[LINES_MAX:] == [""] * 5
     assert report.take(found(99, "missing"))
     assert report.take(replace(found(100, "missing"), count=41))
@@ -376,5 +376,5 @@ def test_a_report_goes_on_with_the_counts_of_an_earlier_process() -> None:
     assert report.line == "15 messages, 12 calls the same, 0 different, 0.2 s behind"
     assert not report.is_different
     assert list(report.lines())[-1] == (
-        "no difference in what was compared; the notes say which records of shop were not"
+        "no difference in the compared records; the notes say which records of shop were not compared"
     )

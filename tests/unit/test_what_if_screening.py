@@ -210,7 +210,7 @@ def test_a_state_that_only_differs_inside_is_found_at_the_end(source: MemorySour
 
 def test_a_log_that_the_old_code_did_not_make_is_refused(source: MemorySource) -> None:
     route = first_checkpoint(source, None)
-    with pytest.raises(ReplayError, match="never was"):
+    with pytest.raises(ReplayError, match="never had the state"):
         screen(source, route, definition_of(Greedy), definition_of(Greedy), OUTSIDERS)
 
 

@@ -299,7 +299,7 @@ class JournalReader:
         number = self._next.number
         packed = self._with_one_bit_flipped(data, HEADER_SIZE_BYTES + size_bytes) if differences <= 1 else None
         if packed is not None:
-            self.repairs.append(f"entry {number} of {self._path} was damaged: one flipped bit was put right")
+            self.repairs.append(f"entry {number} of {self._path} was damaged: one flipped bit was corrected")
         elif is_meant:
             self.left_out.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
         return packed
