@@ -11,3 +11,5 @@ cut.LogCutter           cuts off the end of a log, and keeps the removed part
 verify.back_up          makes a backup, or updates an earlier one
 memory.MemoryLogStore   a store in memory that crashes on a test's order
 """
+
+import immortal.protocol  # which says whether modules below run compiled  # noqa: F401

@@ -71,6 +71,15 @@ def test_what_is_compiled_of_this_source_runs() -> None:
     assert folders == [one.folder.parts for one in compiled.SETS for _ in one.paths()]
 
 
+@needs_compiled
+@pytest.mark.parametrize(
+    "module", ["immortal.appsdk.calls.context", "immortal.coordinator.log.rows", "immortal.coordinator.driver.turn"]
+)
+def test_a_compiled_module_is_found_by_who_imports_it_first(module: str) -> None:
+    (file,) = run("-c", f"import importlib; print(importlib.import_module({module!r}).__file__)")
+    assert Path(file).name == PATHS[module].name
+
+
 def test_pure_python_can_be_asked_for() -> None:
     first, *files = run(
         "-c", "from immortal.protocol import compiled; print(compiled.describe())", IMMORTAL_PURE_PYTHON="1"
