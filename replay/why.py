@@ -394,7 +394,7 @@ def _not_found(name: str, path: str, record: int, found: Values) -> str:
     if found["now"] is None:
         return (
             f"{name} has no value at {path}, now or before: 'immortal replay {name} --to {record} --state'"
-            " shows all that there is"
+            " shows the whole state"
         )
     if since is None or since < 0:
         return f"{name}: {path} is {found['now']} since the first start: __init__ made it, and no message changed it"

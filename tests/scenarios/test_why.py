@@ -427,7 +427,7 @@ def test_paths_that_lead_nowhere(home: Path) -> None:
         return immortal(home, "why", *arguments, status=status)
 
     assert "'sold[' names no value: such as balances[3]" in said("till", "sold[")
-    assert "till has no value at sold['coffee'], nor had it one before" in said("till", "sold['coffee']")
+    assert "till has no value at sold['coffee'], now or before" in said("till", "sold['coffee']")
     assert "front has no value at till" in said("front", "till")
     assert "till: day is 1 since the first start: __init__ made it" in said("till", "day")
     assert "record 999 is not in the log yet" in said("till", "sold", "--at", "999")
