@@ -177,7 +177,7 @@ def _problems(row: dict[str, Any], name: str) -> Iterator[str]:
     if unsaved := format_unsaved(row):
         yield unsaved
     if (row.get("log") or {}).get("full"):
-        yield f"no input is taken from peers, and no impulses: {row['log']['full']}"
+        yield f"input from peers and impulses are held back: {row['log']['full']}"
     if row.get("log_silent_s") is not None:
         yield f"the log has not answered for {age_text(row['log_silent_s'])}, trying again"
     clock = row.get("clock") or {}

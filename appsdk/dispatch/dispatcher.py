@@ -246,8 +246,8 @@ class Dispatcher:
                 else:
                     self._list_executions()
                     self._save(heals=True)
+                    yield from self._become_primary()  # raises before a checkpoint leaves that this code can't use
                     yield OutputReady()
-                    yield from self._become_primary()
             elif message_type == MessageType.BECOMING_PRIMARY:
                 yield from self._become_primary()
             elif message_type == MessageType.VERDICTS:

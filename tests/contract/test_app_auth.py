@@ -161,7 +161,7 @@ def test_an_app_that_sends_its_secret_where_the_settings_permit_it(house: House)
     app.extended = True
     app.send(hello(secret_of(process.settings)))
     app.ready().close()
-    process.line("the app is gone")
+    process.line("the app disconnected")
     own_app(house)
 
 
@@ -198,7 +198,7 @@ def test_strangers_do_not_disturb_the_app(house: House) -> None:
         app.impulse(number)
         app.until(lambda number=number: app.accepted == number)  # type: ignore[misc]
     assert process.status()["epoch"] == 1
-    assert process.count("the app is gone") == 0
+    assert process.count("the app disconnected") == 0
 
 
 def test_the_silent_do_not_keep_the_app_out(house: House) -> None:

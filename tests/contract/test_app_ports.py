@@ -202,7 +202,7 @@ def test_a_second_app_is_turned_away(house: House, mode: AppSendMode) -> None:
         process.line(TURNED_AWAY, count)
     app.impulse(1)
     app.until(lambda: app.state["forwarded"] == [1])
-    assert process.count("the app is gone") == 0
+    assert process.count("the app disconnected") == 0
 
 
 @MODES
@@ -308,7 +308,7 @@ def test_an_app_that_does_not_read_is_noticed_when_its_send_connection_ends(hous
         app.impulse(number, TOLD, 100_000)
     process.until(lambda status: status["impulses"] == 120 and status["unsent_bytes"] > 0)
     app.socket.close()
-    process.line("the app is gone")
+    process.line("the app disconnected")
     app.close()
     again = TwoPortApp(process, house).ready()
     assert again.state["told"] == list(range(120))

@@ -106,7 +106,7 @@ def test_two_instances_through_their_unix_sockets(house: House, path: Path) -> N
         alice.impulse(number)
     bob.until(lambda: bob.state["told"] == numbers)
     alice.close()
-    alice_process.line("the app is gone")
+    alice_process.line("the app disconnected")
     again = UnixApp(alice_process.settings, house, peer="bob").ready()
     assert again.state["forwarded"] == numbers
     alice_process.terminate()
@@ -124,7 +124,7 @@ def test_the_port_is_there_as_well_and_the_app_is_one(house: House, path: Path) 
         assert second.recv(1) == b""
     process.line("a second app was turned away")
     by_port.close()
-    process.line("the app is gone")
+    process.line("the app disconnected")
     UnixApp(process.settings, house).ready()
 
 
@@ -153,7 +153,7 @@ def test_more_than_the_sockets_hold(house: House, path: Path) -> None:
         app.impulse(number, TOLD, 100_000)
     process.until(lambda status: status["impulses"] == 120 and status["unsent_bytes"] > 0)
     app.close()  # with much unread
-    process.line("the app is gone")
+    process.line("the app disconnected")
     again = UnixApp(process.settings, house).ready()
     assert again.state["told"] == list(range(120))
 

@@ -173,7 +173,7 @@ def test_sigterm_without_an_app_or_before_the_first_one(house: House) -> None:
     assert process.ended()[0] == 0
     process, app = house.both("alice")
     app.close()
-    process.line("the app is gone")
+    process.line("the app disconnected")
     process.terminate()
     assert process.ended()[0] == 0
 
@@ -202,7 +202,7 @@ def test_checkpoint_sizes_of_fixed_width(house: House) -> None:
     app.until(lambda: MessageType.TAKE_CHECKPOINT in app.types)
     process.line("checkpoint taken", count=2)
     app.close()
-    process.line("the app is gone")
+    process.line("the app disconnected")
     again = house.app("alice", fixed_width=True).ready()
     assert again.restored_from == {"sequence_id": 1, "begun": True, "forwarded": [7], "told": []}
 
@@ -266,7 +266,7 @@ def test_an_app_that_dies_while_it_is_not_read_makes_room_for_the_next(house: Ho
         app.send(encode_app_batch(MessageType.STREAM_BATCH, "bob", 1, payload))
     process.until(lambda status: status["outputs"].get("bob", {}).get("waiting_bytes", 0) > 1 << 20)
     app.close()
-    process.line("the app is gone")
+    process.line("the app disconnected")
     house.app("alice", peer="bob", extended=True).ready()
 
 
@@ -274,7 +274,7 @@ def test_another_kind_of_app_is_refused(house: House) -> None:
     house.register("alice")
     process, app = house.both("alice")
     app.close()
-    process.line("the app is gone")
+    process.line("the app disconnected")
     other = house.app("alice", extended=True).until_closed()
     assert "an instance keeps the kind of app that it was begun with" in other.refusal
     house.app("alice").ready()

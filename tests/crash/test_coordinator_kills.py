@@ -56,9 +56,9 @@ class Pair:
             coordinator.kill()
             app.until_closed()
         else:
-            gone = coordinator.count("the app is gone")
+            gone = coordinator.count("the app disconnected")
             app.close()
-            coordinator.line("the app is gone", gone + 1)
+            coordinator.line("the app disconnected", gone + 1)
         self.bring_back(name)
 
 

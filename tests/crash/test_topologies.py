@@ -195,7 +195,7 @@ def test_two_machines_with_one_database(folder: Path, machines: list[Machine], p
             lambda: '"ready":true' in first.asks("immortal status shop --json").replace(" ", ""), first.said, WAIT_S
         )
         first.type(move)
-        until("it is told where it is", [first], "has it now")
+        until("it is told where it is", [first], "now runs on")
         answers(second, "2")
         until("the first one follows", [first], "following ")
         second.lose()

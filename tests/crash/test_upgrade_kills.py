@@ -95,7 +95,7 @@ def test_a_kill_at_any_step_leaves_one_version_whole(house: House, step: int, vi
         process = house.start("a")
     else:
         app.socket.close()
-        process.line("the app is gone")
+        process.line("the app disconnected")
     again = SteppingApp(process)
     again.until_any(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT, MessageType.UPGRADE_TAKE_CHECKPOINT)
     if MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT in again.types:

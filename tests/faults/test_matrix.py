@@ -481,7 +481,7 @@ def a_mapped_page_that_the_disk_does_not_give(scene: Scene, cell: Cell) -> None:
     scene.start()
     scene.tell(4, padding=200_000)
     scene.app.close()
-    scene.process.line("the app is gone")
+    scene.process.line("the app disconnected")
     scene.process.status()  # now its commit about the app is done; a later one would make the file longer again
     sound = scene.copy_log()
     scene.process.pause()

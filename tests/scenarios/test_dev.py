@@ -317,7 +317,7 @@ def test_state_that_the_new_code_cant_take_over_is_kept(tmp_path: Path, at_termi
     dev.see("the new code can't continue from the current state")
     dev.see("[u]pgrade here")
     dev.type("k\n")
-    dev.see("shop goes on")
+    dev.see("shop keeps the code that it runs")
     assert order(tmp_path, 1) == "2\n"
 
 

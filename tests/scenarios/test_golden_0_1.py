@@ -15,7 +15,7 @@ import pytest
 
 from immortal.appsdk.running.runner import load
 from tests.helpers import golden
-from tests.helpers.cli import Run, immortal
+from tests.helpers.cli import Run, immortal, wait_until
 
 NOTED: dict[str, Any] = json.loads((golden.FOLDER / "noted.json").read_text())
 NAMES = sorted(NOTED["states"])
@@ -65,8 +65,8 @@ def test_processes_run_what_the_files_of_the_home_name(home: Path) -> None:
         assert json.loads(immortal(home.parent, "verify", name, "--all", "--json"))["same"], name
     jobs = Run(home.parent, "jobs")
     try:
-        jobs.line("recovered")
-        assert "4 waiting, 0 delayed, 0 running, " in immortal(home.parent, "queue", "show", "jobs")
+        jobs.line("recovered")  # then the time has come for the task that is delayed
+        wait_until(lambda: "4 waiting, 0 delayed, 0 running, " in immortal(home.parent, "queue", "show", "jobs"))
     finally:
         jobs.kill()
 

@@ -704,7 +704,7 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         looks_right(shown, "action")
         page.get_by_role("button", name="Take it").click()
         page.get_by_text("a checkpoint is requested").wait_for()
-        until(lambda: "behind record" in server.ask("/i/desk")[1])
+        until(lambda: "after record" in server.ask("/i/desk")[1])
         page.goto(f"{server.url}/i/desk")
         page.locator("h2:has-text('Waiting handlers') ~ table >> nth=0 >> tbody a").click()
         page.get_by_role("link", name="Send this event").click()

@@ -299,7 +299,7 @@ def test_a_stranger_cannot_repeat_what_the_app_has_said(house: House) -> None:
     app.sendall(said)
     process.until(lambda status: status["epoch"] == 1)
     app.close()
-    process.line("the app is gone")
+    process.line("the app disconnected")
     again, other = challenged_there()
     with again:
         assert other.coordinator_nonce != answer.coordinator_nonce

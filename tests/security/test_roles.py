@@ -232,7 +232,7 @@ def test_the_command_makes_keys_of_a_role(registry: Registry) -> None:
     assert "  web (client): " in shown
     assert "  ann (operator): " in shown
     assert "  bob: " in shown
-    assert "leave --operator out" in run("keys", "bob", "--make", "--operator", status=2)
+    assert "omit --operator" in run("keys", "bob", "--make", "--operator", status=2)
     assert "one at a time" in run("keys", "x", "--make", "--operator", "--client", status=2)
 
 

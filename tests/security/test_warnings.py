@@ -139,7 +139,7 @@ def test_an_app_cannot_fill_the_log_by_breaking_the_protocol(house: House) -> No
         one.send(b"\x04\x7f\x7f\x7f")
         one.until_closed()
     assert process.count("the app broke the protocol") == BURST
-    assert process.count("the app is gone") <= BURST + 1
+    assert process.count("the app disconnected") <= BURST + 1
     house.app("alice").ready()
 
 

@@ -204,7 +204,7 @@ def test_status_says_who_is_waited_for_and_that_a_log_is_full(logged: Registry, 
         "counter: its app is held up: too much output waits for printer (peer_buffer_mib_max and spill_limit_mb)"
         in output
     )
-    assert "counter: no input is taken from peers, and no impulses: 'counter' is full: its log takes 9 MiB" in output
+    assert "counter: input from peers and impulses are held back: 'counter' is full: its log takes 9 MiB" in output
 
 
 def test_an_answer_that_makes_no_sense(logged: Registry, live: list[bytes]) -> None:

@@ -165,7 +165,7 @@ def test_an_app_of_another_version_than_was_asked_for_is_refused_and_the_upgrade
 def test_an_app_that_is_lost_in_an_upgrade_may_try_again() -> None:
     second = upgrading(old())
     second.close()
-    assert any("was interrupted: the old version is whole" in message for _, message in second.reports)
+    assert any("was interrupted: the old version is intact" in message for _, message in second.reports)
     assert not second.of(ef.UpgradeEnded)
     second.connect()
     assert second.phase is Phase.UPGRADING

@@ -149,7 +149,7 @@ def test_two_clients_count_together_across_kills(house: House, clients: Clients,
     alice.line("at 100")
 
     alice.kill()
-    alice_coordinator.line("the app is gone")
+    alice_coordinator.line("the app disconnected")
     alice = clients.start(alice_settings, "bob", host=alice_host)
     alice.line("restored 0")
     alice.line("primary")
@@ -167,7 +167,7 @@ def test_two_clients_count_together_across_kills(house: House, clients: Clients,
     checkpoint = bob.line("checkpoint ")
     bob_coordinator.line("checkpoint taken", taken + 1)
     bob.kill()
-    bob_coordinator.line("the app is gone")
+    bob_coordinator.line("the app disconnected")
     assert int(checkpoint.split()[1]) >= 300
     bob = clients.start(bob_settings, "alice", host=bob_host)
     bob.line(checkpoint.replace("checkpoint", "restored"))
@@ -199,7 +199,7 @@ def test_two_clients_call_negative_methods_across_kills_on_both_sides(house: Hou
     alice.line("at 100")
 
     alice.kill()
-    alice_coordinator.line("the app is gone")
+    alice_coordinator.line("the app disconnected")
     alice = clients.start(alice_settings, "bob", "--posts")
     alice.line("restored 0")
     alice.line("at 200")
@@ -255,7 +255,7 @@ def test_a_client_is_the_standby_and_the_next_one_finds_the_instances_ports(
     counted_on(standby, bob)
 
     standby.kill()
-    follower.line("the app is gone")
+    follower.line("the app disconnected")
     alice = clients.start(alice_settings, "bob", *FOR_LONG)
     alice.line("restored ")
     alice.line("primary")
@@ -275,7 +275,7 @@ def test_two_clients_that_do_not_attach_and_call_themselves_with_the_time(house:
     alice.line("tick 30")
 
     alice.kill()
-    alice_coordinator.line("the app is gone")
+    alice_coordinator.line("the app disconnected")
     alice = clients.start(alice_settings, "bob", "--no-attach", "--clock")
     alice.line("restored 0")
     alice.line("primary")
@@ -296,7 +296,7 @@ def test_with_the_strict_check_the_time_ends_the_recovery(house: House, clients:
     alice = clients.start(alice_settings, "bob", "--begin", "--clock")
     alice.line("at 100")
     alice.kill()
-    alice_coordinator.line("the app is gone")
+    alice_coordinator.line("the app disconnected")
     clients.start(alice_settings, "bob", "--clock")
     status, lines = alice_coordinator.ended()
     assert status == 3, lines
