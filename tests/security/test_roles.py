@@ -233,7 +233,7 @@ def test_the_command_makes_keys_of_a_role(registry: Registry) -> None:
     assert "  ann (operator): " in shown
     assert "  bob: " in shown
     assert "omit --operator" in run("keys", "bob", "--make", "--operator", status=2)
-    assert "one at a time" in run("keys", "x", "--make", "--operator", "--client", status=2)
+    assert "--client and --operator can't be combined" in run("keys", "x", "--make", "--operator", "--client", status=2)
 
 
 # --- a client's ID ----------------------------------------------------------------------------------------------------
