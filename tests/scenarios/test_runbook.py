@@ -155,6 +155,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, prometheus: Prometheus | None
 
 def test_a_log_is_full(shop: Shop) -> None:
     shop.immortal("call", "till", "sold", "x" * 1_200_000, "1")
+    shop.runs["till"].line("input from peers and impulses are held back")  # the size is looked at once a second
     assert "note     home          till: input from peers and impulses are held back" in shop.immortal("doctor", "till")
     shop.follow("A log is full", "till")
     shop.immortal("call", "till", "sold", "tea", "1")

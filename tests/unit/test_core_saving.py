@@ -249,7 +249,7 @@ def test_a_skip_is_answered_where_the_app_dies() -> None:
     driven.handle(ev.MessageSkipped(1, 0, "too much", "ann", rpc(1), "t"))
     driven.close()
     (answered,) = driven.of(ef.OperatorAnswered)
-    assert "the app disconnected" in str(answered.answer["refused"])
+    assert "the app is gone" in str(answered.answer["refused"])
 
 
 def test_other_messages_are_skipped_as_ever() -> None:
