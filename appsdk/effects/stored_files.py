@@ -201,9 +201,8 @@ class FolderStore:
     def listed(self) -> list[Listed]:
         if not self._folder.is_dir():
             return []
-        for aside in self._folder.glob(
-            f"{_REMOVED}sha256-*"
-        ):  # a crash interrupted its removal: it may be in use again
+        # A crash interrupted the removal of these: they may be in use again.
+        for aside in self._folder.glob(f"{_REMOVED}sha256-*"):
             path = self._folder / aside.name.removeprefix(_REMOVED)
             aside.unlink() if path.exists() else os.replace(aside, path)
         with os.scandir(self._folder) as entries:

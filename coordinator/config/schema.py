@@ -249,7 +249,8 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         says("Peers and clients that may call the instance, and which methods.", default="all registered ones"),
     ] = None
     insecure: Annotated[
-        bool, says("Accept and open unencrypted connections where keys are missing, also from and to other machines.")
+        bool,
+        says("Where keys are missing, use connections without encryption or authentication, also to other machines."),
     ] = False
     app_host: Annotated[Host, says("Address on which the ports for the app listen.")] = LOCALHOST
     app_port: Annotated[

@@ -17,7 +17,7 @@ import pyspark
 
 from immortal.pipeline.java import find_java
 
-DEADLINE_S = 240.0  # on a busy machine
+DEADLINE_S = 60.0
 BRIEF_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 REPOSITORY = Path(__file__).parents[2]
 _SETTINGS = {

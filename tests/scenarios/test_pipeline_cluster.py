@@ -61,7 +61,7 @@ def ended(command: list[str], cwd: Path, **variables: str) -> str:
     """What it printed, without an environment for Spark that this process may have."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK", "PYSPARK"))}
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment | variables, cwd=cwd, timeout=590, check=False
+        command, capture_output=True, text=True, env=environment | variables, cwd=cwd, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

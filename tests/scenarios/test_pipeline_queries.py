@@ -185,7 +185,7 @@ class Run:
         self.done.append(f"stream where {predicate}")
         writer = stream.where(predicate).writeStream.format("parquet")
         writer = writer.option("checkpointLocation", str(folder / "at")).trigger(availableNow=True)
-        assert writer.start(str(folder / "rows")).awaitTermination(300)
+        assert writer.start(str(folder / "rows")).awaitTermination(60)
         whole = self.pairs[0].plain
         self.compare(Pair(self.spark.read.parquet(str(folder / "rows")), whole.where(predicate)))
 

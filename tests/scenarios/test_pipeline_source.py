@@ -161,7 +161,7 @@ def tail(spark: SparkSession, log: Path, target: Path, **options: object) -> Non
         .trigger(availableNow=True)
         .start()
     )
-    assert query.awaitTermination(300)
+    assert query.awaitTermination(60)
 
 
 def test_a_stream_goes_on_exactly_where_it_was(spark: SparkSession, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Floods at the peer port of a real coordinator: its memory, and that its honest peer is served.
+"""Floods at the peer port of a real coordinator, with two cores busy: its memory, and what its honest peer feels.
 
-The honest peer, who floods, and the app are a process each, so that none waits for another's Python. Each
-drive takes 2 seconds. With IMMORTAL_DRIVE_S they also measure what the honest peer feels, with two cores busy: so many
-seconds with the flood, and as many without, IMMORTAL_DRIVE_TURNS times (1). Latencies are printed (pytest -rP), since
-they are those of the machine as well.
+The honest peer, who floods, and the app are a process each, so that none waits for another's Python. Each drive takes
+2 seconds; memory is asserted, and that the honest peer is served. With IMMORTAL_DRIVE_S a drive takes so many seconds,
+and as many without the flood, IMMORTAL_DRIVE_TURNS times (1): then latencies are printed (pytest -rP), since they are
+those of the machine as well.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def test_a_flood_cannot_take_the_memory_or_the_time_of_others(tmp_path: Path, fl
     processes: list[Any] = [
         spawn.Process(target=_serve, args=(tmp_path, ready, ended), daemon=True),
         flooder,
-        *(spawn.Process(target=_busy, args=(ended,), daemon=True) for _ in range(2 * MEASURES)),
+        *(spawn.Process(target=_busy, args=(ended,), daemon=True) for _ in range(2)),
     ]
     before, during = [], []
     try:
