@@ -227,12 +227,13 @@ class Fleet:
         operations = self._end_clients()
         teller = self._books.TELLER
         self._settle(teller)
-        followers = [self.follower(name) for name in self.followed]
-        for some in (followers, [self.holder(name) for name in self.names]):  # who follows would take over
-            for placed in some:
-                placed.terminate()
-            for placed in some:
-                placed.wait()
+        holders = [self.holder(name) for name in self.names]
+        stop_all([self.follower(name) for name in self.followed])  # a follower would take over
+        self.until(
+            lambda: not any(placed.knows_standbys() for placed in holders),
+            lambda: "all holders see that nobody follows them",
+        )
+        stop_all(holders)
         registry = Registry(self.home)
         states = {}
         for name in self.names:
@@ -270,3 +271,10 @@ class Fleet:
                 lambda: proxy.settled() == self._transfers,
                 lambda: f"{self._transfers} transfers are settled: {proxy.settled()} are",
             )
+
+
+def stop_all(some: list[Placed]) -> None:
+    for placed in some:
+        placed.terminate()
+    for placed in some:
+        placed.wait()

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from immortal.coordinator.operator import control
 from immortal.coordinator.service.process import die_with_parent
 from tests.helpers import commands
 from tests.soak.service import DEADLINE_S, SoakError, wait_for
@@ -157,6 +158,11 @@ class Placed:
         if self._process is not None and self._process.poll() is not None and not self._is_told_to_end:
             self.ends.append(f"{self.name} on {self.machine.name}: status {self._process.returncode}\n{self.tail(3)}")
             self.start()
+
+    def knows_standbys(self) -> bool:
+        """Return whether this holder of a log knows of a standby, to which it would hand over in place of a last
+        checkpoint. It reads the list as it renews its lease."""
+        return bool(control.query(self.machine.folder / self.name, "status", 5.0)["standbys"])
 
     def kill(self) -> None:
         """kill -9 of all its processes. None is left."""

@@ -129,7 +129,10 @@ def final_state(name: str, log: str) -> dict[str, Any]:
         summary = reader.summary()
         newest = summary.checkpoints[-1]
         if newest.sequence_id != summary.last_sequence_id:
-            raise SoakError(f"the last checkpoint of {name} is not of its last record")
+            raise SoakError(
+                f"the last checkpoint of {name} is of record {newest.sequence_id}, its last record is"
+                f" {summary.last_sequence_id}"
+            )
         blob = b"".join(reader.checkpoint_chunks(newest.checkpoint_id))
     state: dict[str, Any] = msgspec.msgpack.decode(decode_envelope(blob)[1])
     return state
