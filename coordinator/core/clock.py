@@ -265,8 +265,8 @@ class Timers:
         waits_for_writer = state.following and bool(peers.outbound.spilling.full)
         if SPILL not in known and (peers.outbound.spilling.waits_for_receiver or waits_for_writer):
             self.set(SPILL, now_ns + state.limits.recent_ns)
-        if HELD_BACK not in known and peers.inbound.holds_back:
-            self.set(HELD_BACK, now_ns + state.limits.held_back_ns)
+        if HELD_BACK not in known and peers.inbound.has_held_back_hellos:
+            self.set(HELD_BACK, now_ns + state.limits.held_back_retry_ns)
         if BARRIER not in known and (barrier_ns := peers.outbound.barriers.due_ns) is not None:
             self.set(BARRIER, barrier_ns)
         if TURN not in known and (turn_ns := peers.inbound.turns.due_ns(now_ns)) is not None:

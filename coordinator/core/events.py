@@ -68,7 +68,7 @@ class PermissionsChanged(Event):
     ``has_keys``: callers prove their names.
     """
 
-    given: Mapping[str, Permission]
+    by_caller: Mapping[str, Permission]
     has_keys: bool = False
 
 

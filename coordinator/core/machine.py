@@ -144,10 +144,10 @@ class Machine:
         if self.components.impulses.held_bytes:
             self.components.inbox.admit_impulses()
         if peers.inbound.turns.waiting_bytes:
-            peers.inbound.take_turns()
+            peers.inbound.process_waiting_batches()
         peers.outbound.send()
         for answers in peers.outbound.take_answers():
-            clients.answers_made(answers)
+            clients.app_answered(answers)
         clients.answers.flush()
         if self.components.snapshot_receiver.is_under_way and self._session.phase is NORMAL:
             self.components.snapshot_receiver.advance()
@@ -348,7 +348,7 @@ class Machine:
         self.components.clients.received(event.token, event.frame, event.caller)
 
     def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
-        self.components.admission.change(event.given, has_keys=event.has_keys)
+        self.components.admission.change(event.by_caller, has_keys=event.has_keys)
         self._peers.inbound.answer_parked()
 
     def _tick(self, event: ev.Tick) -> None:

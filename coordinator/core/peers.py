@@ -61,7 +61,7 @@ class Peers:
     def app_asked_for(self, extensions: Set[int]) -> None:
         """Note the ``extensions`` that the app which began the log asked for."""
         self._state.app_knows_extensions = not INTRODUCED.isdisjoint(extensions)
-        self._state.app_takes_verdicts = MessageType.VERDICTS in extensions
+        self._state.app_accepts_verdicts = MessageType.VERDICTS in extensions
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]]) -> None:
         """Acknowledge records up to these positions, which are on disk."""

@@ -55,7 +55,7 @@ class CoreState:
         self.pause = Pause(self)
         self.shutdown = Shutdown(self)
         self.app_knows_extensions = False  # its calls and answers say who waits, see WIRE.md, part 4.1
-        self.app_takes_verdicts = False  # it can leave out a call that is refused
+        self.app_accepts_verdicts = False  # it can leave out a call that is refused
 
         # Streams to and from other instances.
         self.epoch = 0

@@ -192,8 +192,8 @@ MUTATIONS = (
         "impulses are accepted before they are durable",
         AppInbox,
         "_calls",
-        "impulses.take(calls)",
-        "impulses.take(calls)\n"
+        "impulses.log_calls(calls)",
+        "impulses.log_calls(calls)\n"
         "                self._state.log.open.impulses_accepted -= calls.count\n"
         "                self._state.session.note_accepted(calls.count, self._state.session.fed_sequence_id)",
         seed=5,
@@ -260,7 +260,7 @@ MUTATIONS = (
     Mutation(
         "a record's positions become durable after it",
         Inbound,
-        "_note_taken",
+        "_log_position",
         "        delivered.group.transaction.sources[",
         "        self._state.log.close_group().transaction.sources[",
     ),
@@ -434,7 +434,7 @@ MUTATIONS = (
     Mutation(
         "a request's number is not durable with its record",
         Clients,
-        "_take",
+        "_log_requests",
         "identities[repeated : repeated + count], group.transaction)",
         "identities[repeated : repeated + count], self.state.log.close_group().transaction)",
         seed=3,

@@ -293,7 +293,7 @@ class CallFailures:
         return full
 
     def refuse(
-        self, group: Group, refused: Sequence[tuple[int, str, str]], caller: str, who_waits: str, cause: Cause
+        self, group: Group, refused: Sequence[tuple[int, str, str]], caller: str, waiting_caller: str, cause: Cause
     ) -> None:
         """Refuse some of the calls of ``caller`` that were just added to ``group``.
 
@@ -304,13 +304,13 @@ class CallFailures:
         given: list[Verdict] = []
         for index, method, text in refused:
             key = self.state.log.open_sequence_id, first + index
-            verdict = Verdict(*key, VerdictKind.REFUSED, "", text, cause, method=method, caller=who_waits)
+            verdict = Verdict(*key, VerdictKind.REFUSED, "", text, cause, method=method, caller=waiting_caller)
             if self.verdicts.give(verdict, group=group) is not None:  # otherwise it already has a verdict
                 given.append(verdict)
         if not given:
             return
         if cause is Cause.UNUSABLE:
-            self.note_nested(caller or who_waits, len(refused), given[0].text)
+            self.note_nested(caller or waiting_caller, len(refused), given[0].text)
         else:
             self.note_forbidden(caller, len(refused), given[0].text)
         self._send(given)

@@ -210,8 +210,8 @@ class AppInbox:
         session = self._state.session
         session.note_first_message(message)
         self._check_extensions()
-        self._components.admission.permissions.app_came(
-            takes_verdicts=MessageType.VERDICTS in session.extensions,
+        self._components.admission.permissions.app_connected(
+            accepts_verdicts=MessageType.VERDICTS in session.extensions,
             describes=MessageType.APP_DESCRIPTION in session.extensions,
         )
         if message.message_type == MessageType.HELLO and session.phase is Phase.FIRST_START:
@@ -221,7 +221,7 @@ class AppInbox:
         """Note a first message that is not a Hello: the app uses the base protocol."""
         if not self._state.session.has_spoken:
             self._state.session.note_first_message(None)
-            self._components.admission.permissions.app_came(takes_verdicts=False)
+            self._components.admission.permissions.app_connected(accepts_verdicts=False)
             self._check_extensions()
 
     def _check_extensions(self) -> None:
@@ -247,12 +247,12 @@ class AppInbox:
             elif self._impulses_wait or impulses.held_bytes:
                 impulses.hold(calls)
             else:
-                impulses.take(calls)
+                impulses.log_calls(calls)
 
     def admit_impulses(self) -> None:
         """Log the held impulses, unless they must still wait."""
         if not self._impulses_wait:
-            self._impulses.take_held()
+            self._impulses.log_held()
 
     @property
     def _impulses_wait(self) -> bool:

@@ -88,7 +88,7 @@ class Handshake:
 
     def _note_window(self, stream: OutputStream, frame: PeerFrame) -> None:
         limits = self._state.limits
-        stream.window_bytes = frame.count or min(limits.peer_window_bytes, limits.unsaid_window_bytes)
+        stream.window_bytes = frame.count or min(limits.peer_window_bytes, limits.assumed_window_bytes)
 
     def _start_over(self, stream: OutputStream, frame: PeerFrame) -> None:
         """Continue a reset stream after the receiver's last message; send it all unacknowledged messages.

@@ -181,7 +181,7 @@ class Outbound:
             last_position = stream.open_up_to(self.barriers.passed)
             while (batch := stream.next_batch(durable_ticket, last_position)) is not None:
                 if destination == ONESELF:
-                    self.inbound.take_own(batch)
+                    self.inbound.accept_own_batch(batch)
                     continue
                 frame = state.frame(
                     FrameType.BATCH,
