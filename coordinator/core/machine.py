@@ -64,7 +64,7 @@ class Machine:
             ev.ChunkWritten: self._chunk_written,
             ev.StandbysChanged: components.snapshot_receiver.standbys_changed,
             ev.CheckpointOffered: components.snapshot_receiver.checkpoint_offered,
-            ev.CheckpointAsked: components.snapshot_sender.checkpoint_asked,
+            ev.StandbyCheckpointRequested: components.snapshot_sender.checkpoint_requested,
             ev.ChunkOffered: components.snapshot_sender.chunk_offered,
             ev.LogLoaded: self._was_read(self._log_loaded),
             ev.CheckpointChecked: self._was_read(self._checkpoint_checked),
@@ -156,7 +156,7 @@ class Machine:
 
     def _settle(self) -> None:
         if self._session.phase is NORMAL and self.state.checkpoints.settled:
-            self.components.checkpoint_taker.ask_if_due()
+            self.components.checkpoint_taker.request_if_due()
         self.components.back_pressure.update()
         self.state.timers.schedule_wakes(self._peers)
         shutdown = self.state.shutdown
@@ -221,7 +221,7 @@ class Machine:
         if transaction.version is not None:
             components.upgrades.began(transaction.version)
         if transaction.checkpoint is not None:
-            components.checkpoint_taker.durable(transaction.checkpoint, adopted=transaction.adopts)
+            components.checkpoint_taker.checkpoint_durable(transaction.checkpoint, adopted=transaction.adopts)
 
     def _chunk_written(self, event: ev.ChunkWritten) -> None:
         self.state.log_requests.write_done()
@@ -304,9 +304,9 @@ class Machine:
         self.components.upgrades.app_lost()
         # While the coordinator did not read from the app, messages that it had sent can be lost.
         at_query = self.components.call_failures.died_at_query()
-        self.components.call_failures.app_lost(all_heard=not self.components.back_pressure.paused)
-        caller, deaths = self.components.call_failures.poison_guard.died_of
-        self.components.call_failures.caused_deaths(self.components.clients.holder_of(caller), deaths)
+        self.components.call_failures.app_lost(all_read=not self.components.back_pressure.paused)
+        caller, deaths = self.components.call_failures.poison_guard.culprit
+        self.components.call_failures.penalize_caller(self.components.clients.holder_of(caller), deaths)
         self.components.operator.app_lost()
         self.components.unsaved_state.app_lost()
         self.components.waiting_handlers.app_lost()
@@ -361,7 +361,7 @@ class Machine:
             return
         shutdown.request(hands_over=event.hands_over and self._session.phase in WORKS)
         self.state.accepting = False
-        self.components.call_failures.stop_asked()
+        self.components.call_failures.stop_requested()
         if self._session.phase not in RECOVERED:
             shutdown.report_stop_reason()
             self._stop(None)

@@ -199,13 +199,13 @@ class LogEndpoint:
         if self._writer is not None:
             self._inbox += self._writer.run_inline()
 
-    def request_standby_checkpoint(self, effect: ef.AskStandby) -> None:
+    def request_standby_checkpoint(self, effect: ef.RequestStandbyCheckpoint) -> None:
         store, names = self.store, [standby.name for standby in self.standbys if standby.is_ready]
         if store is not None and names:
             self._is_asked = True
             self._do(lambda: store.backend.request_standby_checkpoint(names[0], effect.checkpoint_id, effect.epoch))
 
-    def cancel_standby_request(self, effect: ef.DropAsked) -> None:
+    def cancel_standby_request(self, effect: ef.CancelStandbyRequest) -> None:
         if (store := self.store) is not None:
             self._is_asked = False
             self._do(store.backend.cancel_standby_request)

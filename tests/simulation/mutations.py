@@ -224,7 +224,7 @@ MUTATIONS = (
     Mutation(
         "a checkpoint's state is taken for that of a later record",
         CheckpointTaker,
-        "ask_if_due",
+        "request_if_due",
         "session.checkpoint_sequence_id = session.fed_sequence_id",
         "session.checkpoint_sequence_id = self.state.log.durable_sequence_id",
         seed=181,
@@ -458,7 +458,7 @@ MUTATIONS = (
     Mutation(
         "a verdict is not logged",
         Verdicts,
-        "give",
+        "log_verdict",
         "group.transaction.verdicts.append(verdict)",
         "pass",
         seed=6,
@@ -466,7 +466,7 @@ MUTATIONS = (
     Mutation(
         "what follows a verdict leaves before it is durable",
         CallFailures,
-        "give",
+        "log_verdict",
         "self.state.held_ticket = group.ticket",
         "pass",
         seed=63,
@@ -474,7 +474,7 @@ MUTATIONS = (
     Mutation(
         "a second verdict on a message takes the place of the first",
         Verdicts,
-        "give",
+        "log_verdict",
         "if known is not None and (known.skips or verdict.kind not in OVERRULING):",
         "if False:",
         seed=6,

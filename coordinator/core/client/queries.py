@@ -136,7 +136,7 @@ class Queries:
                 f"{method!r} of {state.name!r} has changed the state: it is asked again later",
             )
         penalties = self.call_failures.penalties
-        if why := penalties.hold_reason(asker, now_ns):
+        if why := penalties.hold_off_reason(asker, now_ns):
             return ClientCode.BUSY, why
         if why := penalties.query_refusal(digest_of(asker, method_id, arguments)) if penalties.has_suspects else "":
             return ClientCode.MALFORMED, why
@@ -237,7 +237,7 @@ class Queries:
         if at_query and self._at_app:
             query = next(iter(self._at_app.values()))
             self.call_failures.penalties.query_died(query.digest)
-            self.call_failures.caused_deaths(query.asker, 1)
+            self.call_failures.penalize_caller(query.asker, 1)
         self._is_exclusive = False
         for query in list(self._open.values()):
             self._close(query)

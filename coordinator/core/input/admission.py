@@ -61,12 +61,12 @@ class Admission:
 
     def hold_off_reason(self, caller: str) -> str:
         """Return why ``caller`` is held off, because its calls ended the app's process; "" if it is not."""
-        return self.call_failures.penalties.hold_reason(caller, self._state.now_ns)
+        return self.call_failures.penalties.hold_off_reason(caller, self._state.now_ns)
 
     @property
     def can_hold_back(self) -> bool:
         """True if some caller may have to wait for its rate or its hold-off."""
-        return self.permissions.has_rates or self.call_failures.penalties.has_held
+        return self.permissions.has_rates or self.call_failures.penalties.has_held_off
 
     def admit(self, caller: str, calls: bytes, count: int, open_count: int | None = None) -> tuple[int, int]:
         """Return how many of these messages are accepted now, and where they end; see :meth:`Permissions.admit`."""

@@ -355,7 +355,7 @@ class Upgrades:
         self._ask(self.state.versions.upgrade_to)
 
     def _ask(self, version: int | None) -> None:
-        self.state.session.advance(Step.UPGRADE_ASKED)
+        self.state.session.advance(Step.UPGRADE_REQUESTED)
         messages = encode_message(MessageType.UPGRADE_TAKE_CHECKPOINT)
         if version is not None and MessageType.VERSION in self.state.session.extensions:
             messages = encode_version(version) + messages

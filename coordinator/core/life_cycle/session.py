@@ -80,11 +80,11 @@ class Step(Enum):
     FOLLOWS = "another writes the log"
     RIGHT_TAKEN = "the log is ours to write"
     CAUGHT_UP = "the replay is complete"
-    CHECKPOINT_ASKED = "a checkpoint was asked for"
+    CHECKPOINT_REQUESTED = "a checkpoint was asked for"
     CHECKPOINT_RECEIVED = "the checkpoint was received"
     CHECKPOINT_ABANDONED = "there will be no checkpoint"
     PROMOTED = "the app is primary without a checkpoint"
-    UPGRADE_ASKED = "an upgrade was asked for"
+    UPGRADE_REQUESTED = "an upgrade was asked for"
     UPGRADE_REPLAYED = "an upgrade of the past was repeated"
     UPGRADE_CONFIRMED = "the upgraded app has sent its checkpoint"
     UPGRADE_DURABLE = "the upgrade is durable"
@@ -104,11 +104,11 @@ TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
     (Phase.FIRST_START, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_ABANDONED): Phase.NORMAL,
-    (Phase.NORMAL, Step.CHECKPOINT_ASKED): Phase.CHECKPOINTING,
+    (Phase.NORMAL, Step.CHECKPOINT_REQUESTED): Phase.CHECKPOINTING,
     (Phase.CHECKPOINTING, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.CHECKPOINTING, Step.CHECKPOINT_ABANDONED): Phase.NORMAL,
-    (Phase.REPLAYING, Step.UPGRADE_ASKED): Phase.UPGRADING,
-    (Phase.FOLLOWING, Step.UPGRADE_ASKED): Phase.UPGRADING,
+    (Phase.REPLAYING, Step.UPGRADE_REQUESTED): Phase.UPGRADING,
+    (Phase.FOLLOWING, Step.UPGRADE_REQUESTED): Phase.UPGRADING,
     (Phase.UPGRADING, Step.UPGRADE_REPLAYED): Phase.REPLAYING,
     (Phase.UPGRADING, Step.CHECKPOINT_RECEIVED): Phase.CONFIRMING_UPGRADE,
     (Phase.CONFIRMING_UPGRADE, Step.UPGRADE_CONFIRMED): Phase.COMPLETING_UPGRADE,
@@ -292,8 +292,8 @@ class Pause:
             state.effects.append(OperatorAnswered(event.token, {"refused": problem}))
             return
         if changed:
-            self.is_paused, self.by, self.since_ns = True, event.who, state.now_ns
-            state.report(notices.InstancePaused(event.who))
+            self.is_paused, self.by, self.since_ns = True, event.operator, state.now_ns
+            state.report(notices.InstancePaused(event.operator))
         state.effects.append(OperatorAnswered(event.token, {"changed": changed, **self.describe()}))
 
     def resume_requested(self, event: ev.InstanceResumed) -> None:
@@ -301,7 +301,7 @@ class Pause:
         changed = self.is_paused
         if changed:
             paused_s = round(max(0, state.now_ns - self.since_ns) / 1e9, 3)
-            state.report(notices.InstanceResumed(event.who, self.by, paused_s))
+            state.report(notices.InstanceResumed(event.operator, self.by, paused_s))
             self.is_paused, self.by, self.since_ns = False, "", 0
         state.effects.append(OperatorAnswered(event.token, {"changed": changed, **before}))
 
@@ -311,7 +311,7 @@ class Pause:
 
 # Shutdown on an operator's request: the app has time for a last checkpoint, and gets a goodbye.
 #
-# NOT_ASKED --StopRequested--> ASKED --TakeCheckpoint sent--> LAST_CHECKPOINT --durable, or there is none--> GOODBYE
+# NOT_REQUESTED --StopRequested--> REQUESTED --TakeCheckpoint sent--> LAST_CHECKPOINT --durable, or none--> GOODBYE
 #    '------StopRequested, another one follows--> HANDING_OVER --all input that was taken is durable--> the end
 #
 # A handover needs no checkpoint, since the follower has the state. For the app it is like a crash of its coordinator
@@ -321,8 +321,8 @@ class Pause:
 class StopStage(IntEnum):
     """Stage of a requested stop; stages only rise."""
 
-    NOT_ASKED = 0
-    ASKED = 1  # no more input is accepted
+    NOT_REQUESTED = 0
+    REQUESTED = 1  # no more input is accepted
     LAST_CHECKPOINT = 2  # the app was asked for its last checkpoint: it gets no more records
     GOODBYE = 3  # the app got the goodbye
     HANDING_OVER = 4  # the app gets no more records, and is not read any more
@@ -337,24 +337,24 @@ class Shutdown:
         self.is_requested = self.takes_last_checkpoint = self.said_goodbye = self.hands_over = self.feeds_no_more = (
             False
         )
-        self.stage = StopStage.NOT_ASKED
+        self.stage = StopStage.NOT_REQUESTED
         self._last_checkpoint_id = 0
         self._state = state
 
     def _reach(self, stage: StopStage) -> None:
         self.stage = stage
-        self.is_requested = stage >= StopStage.ASKED
+        self.is_requested = stage >= StopStage.REQUESTED
         self.feeds_no_more = stage >= StopStage.LAST_CHECKPOINT
         self.hands_over = stage is StopStage.HANDING_OVER
         self.takes_last_checkpoint = self.feeds_no_more and not self.hands_over
         self.said_goodbye = stage is StopStage.GOODBYE
 
     def request(self, *, hands_over: bool) -> None:
-        self._reach(StopStage.HANDING_OVER if hands_over else StopStage.ASKED)
+        self._reach(StopStage.HANDING_OVER if hands_over else StopStage.REQUESTED)
 
-    def checkpoint_asked(self) -> None:
+    def checkpoint_requested(self) -> None:
         """Note that the app is asked for a checkpoint: during a stop it is the last one."""
-        if self.stage is StopStage.ASKED:
+        if self.stage is StopStage.REQUESTED:
             self._reach(StopStage.LAST_CHECKPOINT)
 
     def checkpoint_began(self, checkpoint_id: int) -> None:
