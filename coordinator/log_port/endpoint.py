@@ -178,7 +178,7 @@ class LogEndpoint:
 
     @property
     def _keep_since_ns(self) -> int | None:
-        return None if self._keep_ns is None else self._clock.running.before(self._keep_ns)
+        return None if self._keep_ns is None else self._clock.running.time_of_age(self._keep_ns)
 
     def renew_key(self) -> None:
         """Encrypt with a new data key from here on, and wrap all by the operator's present key, once it is read."""

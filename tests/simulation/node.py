@@ -313,7 +313,7 @@ class Node:
             self.post(*self.clock_events())
 
     def clock_events(self) -> list[ClockMoved]:
-        events = self.time.take_events()
+        events = self.time.pop_events()
         if any(event.jumped_ns for event in events) and self._app_side is not None:
             self.world.marks["jump of the clock taken"] += 1
             self._clock.after(0, self._app_side.look_at_clock)
@@ -407,5 +407,5 @@ class _ClockSide:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.now_ns = node.time.now_ns
-        self.take_events = node.clock_events
+        self.pop_events = node.clock_events
         self.wake_at = node.wake_at

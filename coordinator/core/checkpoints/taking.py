@@ -44,7 +44,7 @@ class CheckpointTaker:
         written."""
         state = self.state
         session, checkpoints, shutdown = state.session, state.checkpoints, state.shutdown
-        if shutdown.feeds_no_more or self.snapshot_sender.expects_blob:  # an app gives one at a time
+        if shutdown.is_feeding_stopped or self.snapshot_sender.expects_blob:  # an app gives one at a time
             return
         is_apps = shutdown.is_requested or self.lifecycle.proof is BEHIND
         snapshot_receiver, wanted = self.snapshot_receiver, checkpoints.wanted
@@ -76,7 +76,7 @@ class CheckpointTaker:
         if session.phase is Phase.FIRST_START and session.initial_message is None:
             raise AppProtocolError("the app's first checkpoint came without an InitialMessage (type 9) before it")
         if session.phase is Phase.UPGRADING:
-            if self.lifecycle.upgrades.is_new():
+            if self.lifecycle.upgrades.is_new_version():
                 self.lifecycle.finish_replay()
             return  # only the checkpoint that confirms an upgrade is kept
         if session.phase is Phase.BECOMING_PRIMARY or self.lifecycle.proof is BEHIND:
@@ -215,10 +215,10 @@ class CheckpointTaker:
             group = self._log_first_record()
         if session.phase is Phase.BECOMING_PRIMARY:
             self.lifecycle.report_recovered()
-        self.lifecycle.take_healing(group.transaction)
+        self.lifecycle.add_cut_repair(group.transaction)
         group.transaction.checkpoint = header
         self.unsaved_state.checkpoint_complete(group)
-        if state.shutdown.takes_last_checkpoint:
+        if state.shutdown.awaits_last_checkpoint:
             self.call_failures.app_stopped(group.transaction)
         if session.phase is Phase.CONFIRMING_UPGRADE:
             group.transaction.version = VersionStart(header.version, header.sequence_id, session.label)
@@ -237,7 +237,7 @@ class CheckpointTaker:
             chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, state.name.encode()))
         group = state.log.append(chunks, sum(map(len, chunks)), source)
         group.transaction.extensions = session.logged_extensions = session.extensions
-        self.peers.app_asked_for(session.extensions)
+        self.peers.set_app_extensions(session.extensions)
         group.transaction.version = VersionStart(session.description.version, -1, session.label)
         return group
 

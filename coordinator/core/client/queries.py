@@ -203,10 +203,10 @@ class Queries:
             state.report(notices.QueryChangedState(self.admission.permissions.name_of(query.method_id)))
         # The app's earlier verdicts are in the log, or will be: the answer, which follows from them, waits for that.
         reply = self.admission.checked_reply(Reply(query.frame.number, answer.kind, answer.value))
-        if state.held_ticket <= state.log.durable_ticket:
+        if state.last_verdict_ticket <= state.log.durable_ticket:
             self._send_answer(query, reply)
         else:
-            self._held_answers.append((state.held_ticket, query, reply))
+            self._held_answers.append((state.last_verdict_ticket, query, reply))
 
     def _has_room(self) -> bool:
         room = min(self._concurrency, self.state.limits.queries_at_app_max)

@@ -190,7 +190,7 @@ class ClientTable:
         """Forget clients that were unused for too long; return their IDs. Only the instance's running time counts, so a
         wrong clock makes no client old."""
         limits = self._limits
-        unused_since_ns = self._running.before(limits.client_keep_ns)
+        unused_since_ns = self._running.time_of_age(limits.client_keep_ns)
         forgotten: list[str] = []
         for _ in range(FORGOTTEN_PER_REQUEST):
             client_id, client = next(iter(self._clients.items()))

@@ -282,7 +282,7 @@ class CallFailures:
         verdict."""
         group = self.verdicts.log_verdict(verdict, from_app=from_app)
         if group is not None:
-            self.state.held_ticket = group.ticket
+            self.state.last_verdict_ticket = group.ticket
         return group
 
     def needs_checkpoint(self) -> bool:

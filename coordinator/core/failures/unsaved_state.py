@@ -67,7 +67,7 @@ class UnsavedState:
                 f"given the records up to {sequence_id}"
             )
         self._taken_back.append(verdict)
-        self.state.held = True
+        self.state.outputs_held = True
 
     def checkpoint_complete(self, group: Group) -> None:
         """Log the verdicts on taken-back messages in ``group``, together with the checkpoint's header."""
@@ -78,7 +78,7 @@ class UnsavedState:
             if request is not None:
                 group.transaction.audit.append(AuditEntry(self.state.now_ns, request.operator, what))
         if self._taken_back:
-            self.state.held_ticket = group.ticket
+            self.state.last_verdict_ticket = group.ticket
 
     def checkpoint_durable(self) -> None:
         """Note that the checkpoint is durable, and report what changed."""
@@ -89,7 +89,7 @@ class UnsavedState:
             self.state.report(notices.StateSavedAgain(self.failures))
         taken = {verdict.key for verdict in self._taken_back}
         if taken:
-            self.state.held = False
+            self.state.outputs_held = False
         for key, request in self._requests.items():
             if key in taken:
                 self._answer(request, {"skipped": True})
@@ -100,7 +100,7 @@ class UnsavedState:
 
     def app_lost(self) -> None:
         if self._taken_back:
-            self.state.held = False
+            self.state.outputs_held = False
         self._taken_back = []
         for request in self._requests.values():
             self._answer(request, {"refused": "the app is gone: ask again once it works"})

@@ -195,7 +195,7 @@ class AppInbox:
                 self._components.checkpoint_taker.blob_received(message)
 
     def _message(self, message: Message) -> None:
-        if not self._state.session.has_spoken:
+        if not self._state.session.has_sent:
             self._first_message(message)
             if message.message_type == MessageType.HELLO:
                 return
@@ -219,7 +219,7 @@ class AppInbox:
 
     def _base_app_began(self) -> None:
         """Note a first message that is not a Hello: the app uses the base protocol."""
-        if not self._state.session.has_spoken:
+        if not self._state.session.has_sent:
             self._state.session.note_first_message(None)
             self._components.admission.permissions.app_connected(accepts_verdicts=False)
             self._check_extensions()
@@ -267,7 +267,7 @@ class AppInbox:
                 self._state.effects.append(OpenPeer(destination))
 
     def _barrier(self, message: Message) -> None:
-        self._peers.outbound.put_barrier(decode_attach_to(message.data))
+        self._peers.outbound.add_barrier(decode_attach_to(message.data))
 
     def _description(self, message: Message) -> None:
         description = self._state.session.description = decode_app_description(message.data)

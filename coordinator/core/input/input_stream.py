@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from immortal.coordinator.core import formatting
 from immortal.coordinator.core.effects import Report
-from immortal.coordinator.core.formatting import sender_swapped
+from immortal.coordinator.core.formatting import describe_swapped_sender
 from immortal.coordinator.core.interfaces import IMPULSES, LogSummary, SourcePosition
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.notices import OldPeerRefused, PeerRefused
@@ -48,7 +48,7 @@ class InputStream:
         """Return why ``frame`` can't be from this stream's sender; None if it can. Note a newer epoch."""
         if self.committer_id and frame.committer_id != self.committer_id:
             if not (self.reset_pending and frame.frame_type is FrameType.HELLO):
-                return RefusedCode.COMMITTER_CHANGED, sender_swapped(
+                return RefusedCode.COMMITTER_CHANGED, describe_swapped_sender(
                     frame.receiver, self.source, self.committer_id, frame.committer_id, self.received
                 )
             self._start_over(frame.committer_id)
@@ -288,7 +288,7 @@ class Senders:
         stream = known or InputStream(sender, None)  # kept if it is accepted
         refused = stream.refusal(frame)
         if refused is None and is_hello and frame.position > stream.durable and not stream.was_reset:
-            reason = formatting.has_less_than_once(name, sender, stream.durable, frame.position)
+            reason = formatting.describe_lost_messages(name, sender, stream.durable, frame.position)
             refused = RefusedCode.ROLLED_BACK, reason
         if refused is None and self._state.log_capacity.full:
             refused = RefusedCode.LOG_FULL, self._state.log_capacity.full
@@ -315,7 +315,8 @@ class Senders:
         if code is not RefusedCode.STALE_EPOCH:
             effects.append(Report(PeerRefused(sender, reason)))
         elif frame.frame_type is FrameType.HELLO:  # a late frame of another type is no error: its sender knows
-            effects.append(Report(OldPeerRefused(sender, formatting.perhaps_older(self._state.name, sender, reason))))
+            text = formatting.describe_older_sender(self._state.name, sender, reason)
+            effects.append(Report(OldPeerRefused(sender, text)))
 
     def _add(self, stream: InputStream) -> None:
         self.streams[stream.source] = stream
