@@ -61,7 +61,7 @@ class _Changes(Generic[V]):
         self._waiting: deque[Told] = deque()
         clone._listen(self)
 
-    def _rouse(self) -> None:
+    def _wake(self) -> None:
         """Note that changes have arrived, or none follow. The clone's thread calls it."""
 
     def close(self) -> None:
@@ -83,9 +83,9 @@ class Changes(_Changes[V]):
         """
         require_process(self._process_id, *_FORKED)
         clone, waiting = self._clone, self._waiting
-        with clone._shell.turned:
+        with clone._shell.processed:
             if not waiting and not clone._is_over:
-                clone._shell.turned.wait_for(lambda: bool(waiting) or clone._is_over, self._timeout_s)
+                clone._shell.processed.wait_for(lambda: bool(waiting) or clone._is_over, self._timeout_s)
             told = clone._take(waiting)
         if told is None:
             raise StopIteration
@@ -122,11 +122,11 @@ class _Follower:
             for one in news:
                 listener._waiting.extend(one.changes)
         if news or self.replica.ended:
-            self._rouse()
+            self._wake()
 
-    def _rouse(self) -> None:
+    def _wake(self) -> None:
         for listener in self.listeners:
-            listener._rouse()
+            listener._wake()
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
         return self.subscriber.sockets() if self._has_room else ()
@@ -141,7 +141,7 @@ class _Follower:
     def close(self) -> None:
         self.subscriber.close()
         self._context.term()
-        self._rouse()
+        self._wake()
 
 
 _NEWS_MAX = 100  # in one turn
@@ -177,9 +177,9 @@ class _Copy(Mapping[str, V]):
     def _wait_until_whole(self, follower: _Follower | None = None) -> None:
         """Wait for the first whole copy. Raises CloneError."""
         follower = follower or self._shell.machine
-        turned = self._shell.turned
-        with turned:
-            turned.wait_for(lambda: follower.replica.is_whole or self._is_over, self._timeout_s)
+        processed = self._shell.processed
+        with processed:
+            processed.wait_for(lambda: follower.replica.is_whole or self._is_over, self._timeout_s)
             if self._is_over:
                 self._raise()
             if not follower.replica.is_whole:
@@ -264,8 +264,8 @@ class Clone(_Copy[V]):
         """Wait until update ``number`` is in the copy. Raises TimeoutError, Ended."""
         timeout_s = self._timeout_s if timeout is None else timeout
         replica = self._replica
-        with self._shell.turned:
-            if not self._shell.turned.wait_for(lambda: replica.number >= number or self._is_over, timeout_s):
+        with self._shell.processed:
+            if not self._shell.processed.wait_for(lambda: replica.number >= number or self._is_over, timeout_s):
                 raise TimeoutError(f"update {number} has not come within {timeout_s:g} s: {self!r}")
             if replica.number < number:
                 self._raise()
@@ -317,7 +317,7 @@ class Clone(_Copy[V]):
         if waiting:
             told = waiting.popleft()
             if len(waiting) == CHANGES_WAITING_MAX // 2:
-                self._shell.rouse()
+                self._shell.wake()
             return told
         if self._shell.error is not None or (self._is_over and not self._shell.closing):
             self._raise()
@@ -346,11 +346,11 @@ class Clone(_Copy[V]):
         shell = self._shell
         if shell.is_open:
             follower = shell.machine
-            with shell.turned:
+            with shell.processed:
                 if not (shell.closing or follower.replica.ended):
                     follower.subscriber.deactivate()
-                    shell.rouse()
-                    shell.turned.wait_for(lambda: follower.subscriber.has_ended or self._is_over, PART_S)
+                    shell.wake()
+                    shell.processed.wait_for(lambda: follower.subscriber.has_ended or self._is_over, PART_S)
         shell.close()
 
 
@@ -378,7 +378,7 @@ class AsyncChanges(_Changes[V]):
         self._loop = asyncio.get_running_loop()
         super().__init__(clone, timeout_s)
 
-    def _rouse(self) -> None:
+    def _wake(self) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._came.set)
 

@@ -228,7 +228,7 @@ class Subscriber:
         self._finder_of = finder_of
         self._random = random.Random()  # noqa: S311 (so that not all clients retry at once)
         self._dealer = Dealer(context, _OPTIONS)
-        self._watch = self._dealer.watch
+        self._monitor = self._dealer.monitor
         self._connections = 0  # count at the last request for a stream
         self._is_asked = False
         self._heard_s = now_s
@@ -250,7 +250,7 @@ class Subscriber:
         """Return the sockets to wait for. They signal once: :meth:`process` takes all that has arrived, and can open
         others.
         """
-        return [self._dealer.socket, self._watch.socket] if self._dealer.is_open else []
+        return [self._dealer.socket, self._monitor.socket] if self._dealer.is_open else []
 
     def next_deadline_s(self) -> float:
         if not self._dealer.is_open:
@@ -302,8 +302,8 @@ class Subscriber:
             self.problem = str(error)
             self._retry(now_s)
             return
-        self._watch.problem = ""  # else it would be that of the earlier place
-        self._connections = self._watch.connections
+        self._monitor.problem = ""  # else it would be that of the earlier place
+        self._connections = self._monitor.connections
         self._endpoint = found.endpoints[0]
         self._heard_s = self._pinged_s = now_s
         self._is_asked = False
@@ -325,17 +325,17 @@ class Subscriber:
     def _look(self, now_s: float) -> None:
         if not self._dealer.is_open:
             return
-        watch = self._watch
-        watch.look()
-        if self._is_asked and (not watch.is_up or watch.connections > self._connections):
+        monitor = self._monitor
+        monitor.read_events()
+        if self._is_asked and (not monitor.is_up or monitor.connections > self._connections):
             self._is_asked = False  # a broken connection can have been restored
             self.replica.subtrees = None
             self._heard_s = now_s
-        if not self._is_asked and watch.is_up:
-            self._connections = watch.connections
+        if not self._is_asked and monitor.is_up:
+            self._connections = monitor.connections
             self._ask(now_s)
-        elif watch.is_unreachable:
-            self.problem = f"{self._endpoint}: {watch.problem}"
+        elif monitor.is_unreachable:
+            self.problem = f"{self._endpoint}: {monitor.problem}"
             self._retry(now_s)
 
     def _ask(self, now_s: float) -> None:
@@ -354,7 +354,7 @@ class Subscriber:
             self._heard_s = now_s
         asks = self.replica.subtrees is None
         if now_s - self._heard_s >= (CONNECT_S if asks else SILENCE_S):
-            self.problem = f"{self._endpoint}: {self._watch.problem or 'it does not answer'}"
+            self.problem = f"{self._endpoint}: {self._monitor.problem or 'it does not answer'}"
             self._retry(now_s)
         elif now_s - self._pinged_s >= self._pause_s:
             self._pinged_s = now_s

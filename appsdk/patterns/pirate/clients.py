@@ -66,7 +66,7 @@ class _Pool:
 
     def _ask(self, body: bytes, timeout: float | _Timeout | None) -> Any:
         timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
-        return self._shell.ask(Pending(_checked(body), timeout_s))
+        return self._shell.execute(Pending(_checked(body), timeout_s))
 
 
 class Requests(_Pool):
@@ -158,7 +158,7 @@ def connect(
     ids = OwnId(client_id, "a pool")
 
     def make_driver() -> Driver:
-        own_id = ids.take() or random_client_id()
+        own_id = ids.claim() or random_client_id()
         context: Context = zmq.Context()
 
         def link(endpoint: str) -> Link:
@@ -206,7 +206,7 @@ class InstanceCalls(_Pool):
         if trace_context:
             raise TypeError(f"{method.name}: a pool's requests carry no traceparent; those of connect(NAME) do")
         idempotent = self._idempotent or (isinstance(method, TypedMethod) and method.is_query)
-        return self._shell.ask(Pending(InstanceCall(method, arguments, key), timeout_s, idempotent=idempotent))
+        return self._shell.execute(Pending(InstanceCall(method, arguments, key), timeout_s, idempotent=idempotent))
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
         raise TypeError(f"{method.name}.fork: calls to a pool wait for their replies; connect(NAME) has forks")
@@ -282,7 +282,7 @@ def connect_instances(
     def make_driver() -> Driver:
         if not look():
             raise NotConnectable(f"no instance in {folder} fits {given!r}: 'immortal register NAME' makes one")
-        own_id = ids.take() or random_client_id()
+        own_id = ids.claim() or random_client_id()
         return Driver(
             look,
             lambda name: InstanceLink(Finder(name, home, (), (), identity, insecure), own_id),

@@ -107,7 +107,7 @@ class PlainLink:
         self._client_id = client_id
         self._endpoint = finder.endpoints[0]
         self._dealer = Dealer(context, _OPTIONS)
-        self._watch = self._dealer.watch
+        self._monitor = self._dealer.monitor
         self._connections = 0  # reported to the pool
         self._was_up = False
         self._attempt = 0
@@ -117,19 +117,19 @@ class PlainLink:
 
     @property
     def problem(self) -> str:
-        return self._watch.problem or self._malformed
+        return self._monitor.problem or self._malformed
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        return [self._dealer.socket, self._watch.socket]
+        return [self._dealer.socket, self._monitor.socket]
 
     def process(self) -> list[Event]:
         events: list[Event] = []
-        self._watch.look()
-        if self._was_up and (self._watch.connections > self._connections or not self._watch.is_up):
+        self._monitor.read_events()
+        if self._was_up and (self._monitor.connections > self._connections or not self._monitor.is_up):
             events.append(Event(Pool.lost))
-        if self._watch.is_up and self._watch.connections > self._connections:
+        if self._monitor.is_up and self._monitor.connections > self._connections:
             events.append(Event(Pool.reached))
-        self._connections, self._was_up = self._watch.connections, self._watch.is_up
+        self._connections, self._was_up = self._monitor.connections, self._monitor.is_up
         while self._dealer.has_unread():  # checked first, since an exception costs more
             self._received(self._dealer.socket.recv(_NOBLOCK, copy=False), events)
         return events
@@ -243,9 +243,9 @@ class InstanceLink:
             self._events.append(Event(Pool.lost))
         if connection.is_talking and not self._was_talking:
             self._events.append(Event(Pool.reached))
-        if connection.is_talking and connection.heard_s > self._heard_s:
+        if connection.is_talking and connection.last_received_s > self._heard_s:
             self._events.append(Event(Pool.heard, (self._name.encode(), 0.0)))
-        self._was_talking, self._heard_s = connection.is_talking, connection.heard_s
+        self._was_talking, self._heard_s = connection.is_talking, connection.last_received_s
         events, self._events = self._events, []
         return events
 
@@ -269,7 +269,7 @@ class InstanceLink:
         self._events.append(Event(Pool.replied, (number,), outcome))
 
     def ping(self) -> None:
-        self._connection.ask_soon(time.monotonic())
+        self._connection.ping_soon(time.monotonic())
 
     def next_deadline_s(self) -> float:
         return self._transport.next_deadline_s()
@@ -296,7 +296,7 @@ Look = Callable[[], Iterable[str]]
 class Pending:
     """Request of a caller, for a shell. ``outcome`` after its end: a reply, or an exception to raise."""
 
-    patience_s: ClassVar[float | None] = None  # the pool gives it up in time
+    wait_timeout_s: ClassVar[float | None] = None  # the pool gives it up in time
 
     payload: Any
     timeout_s: float | None
@@ -319,7 +319,7 @@ class Pending:
 
     # --- a request of a shell ----------------------------------------------------------------------------------------
 
-    def begin(self, driver: Driver, done: Callable[[], None]) -> None:
+    def start(self, driver: Driver, done: Callable[[], None]) -> None:
         driver.submit(self)
         self._done = done
 
@@ -329,20 +329,20 @@ class Pending:
     def expire(self, driver: Driver) -> None:
         """Do nothing: the pool ends the request."""
 
-    def value(self, ask: Callable[[Pending], Any]) -> Any:
-        """Return the reply. Raises the server's error, GaveUp (which can try again by ``ask``), ClientError."""
+    def value(self, execute: Callable[[Pending], Any]) -> Any:
+        """Return the reply. Raises the server's error, GaveUp (which can try again by ``execute``), ClientError."""
         outcome = self.outcome
         if isinstance(outcome, GaveUp):
-            outcome._again = partial(self._again, ask)
+            outcome._again = partial(self._retry, execute)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    def _again(self, ask: Callable[[Pending], Any], timeout_s: float | None) -> Any:
+    def _retry(self, execute: Callable[[Pending], Any], timeout_s: float | None) -> Any:
         """Submit the request again, in the process that created it. Raises the errors of :meth:`value`."""
         require_process(self._process_id, "a request to a pool", "only there its reply comes")
         self.timeout_s = timeout_s
-        return ask(self)
+        return execute(self)
 
 
 class Driver:
