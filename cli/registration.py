@@ -79,9 +79,9 @@ def _make_log(settings: InstanceSettings) -> str:
     if not place.is_shared:
         return ""
     if place.exists():
-        return f"uses the existing log {place.where}: 'immortal log diff' shows its instance"
+        return f"uses the existing log {place.label}: 'immortal log diff' shows its instance"
     own_logs.open_log(settings).close()
-    return f"made the log {place.where}"
+    return f"made the log {place.label}"
 
 
 def _relative(path: Path) -> str:

@@ -115,10 +115,10 @@ class Archive:
         return [(int(name), modified_s) for name, modified_s in listed if name.isdecimal()]
 
     def _decoded(self, name: str, data: bytes) -> tuple[Moment, str]:
-        where = f"{self.objects.where}/{name}"
-        moment = decode_moment(data, where)
+        location = f"{self.objects.location}/{name}"
+        moment = decode_moment(data, location)
         if moment_name(moment.number) != name:
-            raise DamagedObjectError(f"the object {where} is the manifest of moment {moment.number}")
+            raise DamagedObjectError(f"the object {location} is the manifest of moment {moment.number}")
         return moment, digest(data)
 
     def put(self, folder: str, what: str, epoch: int, rows: list[PackedRow]) -> Part:
@@ -136,18 +136,18 @@ class Archive:
         for part, data in zip(wanted, self.objects.get_all(part.name for part in wanted), strict=True):
             if (len(data), digest(data)) != (part.size_bytes, part.digest):
                 raise DamagedObjectError(
-                    f"the object {self.objects.where}/{part.name} is damaged: it has {len(data)} bytes with digest"
+                    f"the object {self.objects.location}/{part.name} is damaged: it has {len(data)} bytes with digest"
                     f" {digest(data)}, its manifest says {part.size_bytes} with {part.digest}"
                 )
             yield data
 
     def rows_of(self, part: Part, data: bytes, *, encrypted: bool) -> list[PackedRow]:
         """Decode the rows in the stored bytes of ``part``. Raises DamagedObjectError; ArchiveError without the key."""
-        name = f"{self.objects.where}/{part.name}"
+        name = f"{self.objects.location}/{part.name}"
         if not encrypted:
             return unpack(data, name)
         if self.cipher is None:
-            raise ArchiveError(f"the archive {self.objects.where} is encrypted: give its secret key with --key-file")
+            raise ArchiveError(f"the archive {self.objects.location} is encrypted: give its secret key with --key-file")
         return unpack(self.cipher.decrypt(data, name), name)
 
 
@@ -166,7 +166,7 @@ class Cipher:
         self._identities = identities
 
     @classmethod
-    def of_file(cls, path: Path) -> Cipher:
+    def from_file(cls, path: Path) -> Cipher:
         """Read a key file. Raises ArchiveError for any other file, and for secret keys that others can read."""
         try:
             lines = [line.strip() for line in path.read_text("ascii").splitlines()]
@@ -224,8 +224,8 @@ def restore(
     needs = needed_objects(moments, index)
     if moment.instance != name:
         raise ArchiveError(
-            f"the archive in {archive.objects.where} is of the instance {moment.instance!r}, not of {name!r}: nothing"
-            f" was written; 'immortal archive --show' says what each archive has"
+            f"the archive in {archive.objects.location} is of the instance {moment.instance!r}, not of {name!r}:"
+            f" nothing was written; 'immortal archive --show' says what each archive has"
         )
     encrypted = encrypted_parts(moments[: index + 1])
     with tempfile.TemporaryDirectory(prefix="immortal-restore-", dir=_beside(place)) as folder:
@@ -239,14 +239,14 @@ def restore(
             return archive.rows_of(part, files[part.name].read_bytes(), encrypted=encrypted[part.name])
 
         view = ArchivedView(needs, rows_of, moment)
-        identity = read_identity(view, archive.objects.where, moment.instance)
+        identity = read_identity(view, archive.objects.location, moment.instance)
         require_encrypted(place, identity)
         marker = read_marker(view)
         mac = None
         if marker is not None:
             mac = Macs(find_key(keys, marker, moment.instance), identity, marker).mark
         if place.exists():
-            raise ArchiveError(f"there is a log in {place.where} already: nothing was written")
+            raise ArchiveError(f"there is a log in {place.label} already: nothing was written")
         place.copy(view, identity, mac)
     try:
         _check(place, moment, identity, keys)

@@ -243,22 +243,24 @@ def _place(
     if found is None:
         return _NextMoment(None, "", True, end.first_sequence_id)
     before, its_digest = found
-    where, identity = archive.objects.where, reader.identity
+    location, identity = archive.objects.location, reader.identity
     if (before.instance, before.committer_id, before.created_ns) != (
         identity.instance_name, identity.committer_id, identity.created_ns,
     ):  # fmt: skip
         raise ArchiveError(
-            f"{where} is the archive of another log: of {before.instance!r}, committer {before.committer_id}; this one"
-            f" is of {identity.instance_name!r}, committer {identity.committer_id}: give another URL"
+            f"{location} is the archive of another log: of {before.instance!r}, committer {before.committer_id}; this"
+            f" one is of {identity.instance_name!r}, committer {identity.committer_id}: give another URL"
         )
     if before.encrypted and archive.cipher is None:
-        raise ArchiveError(f"the archive {where} is encrypted: give the key file (--key-file), public keys are enough")
+        raise ArchiveError(
+            f"the archive {location} is encrypted: give the key file (--key-file), public keys are enough"
+        )
     begins = _NextMoment(before, its_digest, True, end.first_sequence_id)
     problem = _problem(before, view, end)
     if problem is not None:
         if not anew:
             raise ArchiveError(
-                f"the archive {where} does not go on with this log: {problem}. If another copy of the log runs, stop"
+                f"the archive {location} does not go on with this log: {problem}. If another copy of the log runs, stop"
                 " the one that is stale; if this log is the right one, --anew archives it from its beginning, behind"
                 " what is there"
             )

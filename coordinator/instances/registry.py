@@ -92,7 +92,7 @@ class Registry:
         self.copy = shared_registry.copy_of(self.home)
         self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
         self._values: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # as written
-        self._looked_at = False  # the folder's modes were checked
+        self._are_modes_checked = False  # the folder's modes were checked
 
     def path(self, name: str) -> Path:
         """Return the path of the settings file of ``name``."""
@@ -291,12 +291,12 @@ class Registry:
 
     def _refuse_open(self) -> None:
         """Raise RegistryError if others can write to the home. Checked once, so that a running process continues."""
-        if self._looked_at:
+        if self._are_modes_checked:
             return
         problem = openness(self.home)
         if problem is not None:
             raise RegistryError(f"the registry folder {problem}")
-        self._looked_at = True
+        self._are_modes_checked = True
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ class Fleet(Struct, frozen=True):
     def homes(self) -> list[Path]:
         return sorted({member.home for member in self.members.values()})
 
-    def known_in(self, home: Path) -> list[Member]:
+    def needed_in(self, home: Path) -> list[Member]:
         """Return the members whose public keys ``home`` needs: they call a member there, or are called by one."""
         names: set[str] = set()
         for member in self.members.values():
@@ -138,7 +138,7 @@ def make(fleet: Fleet, today: date) -> Iterator[str]:
             keys.make(member.folder, member.role)
             yield f"{member.name}: wrote its public file anew"
     for home in fleet.homes:
-        for known in fleet.known_in(home):
+        for known in fleet.needed_in(home):
             if known.home != home and _copy(known, home):
                 yield f"{known.name}: its public keys are in {home} now"
     for member in fleet.members.values():
@@ -246,7 +246,7 @@ def _settings_problems(member: Member) -> Iterator[str]:
 
 
 def _home_problems(fleet: Fleet, home: Path) -> Iterator[str]:
-    known = {member.name for member in fleet.known_in(home)}
+    known = {member.name for member in fleet.needed_in(home)}
     for member in fleet.members.values():
         if member.home == home:
             continue

@@ -265,16 +265,16 @@ class _LineReader:
         self._emit_line = say
         self._ask = ask
         self._rest = b""
-        self._asking: asyncio.TimerHandle | None = None
+        self._question_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         os.set_blocking(pipe.fileno(), False)
         self._loop.add_reader(pipe.fileno(), self._read)
 
     def _read(self) -> bool:
         """Read once; return True if there may be more data."""
-        if self._asking is not None:
-            self._asking.cancel()
-            self._asking = None
+        if self._question_timer is not None:
+            self._question_timer.cancel()
+            self._question_timer = None
         try:
             data = os.read(self._pipe.fileno(), _READ_SIZE_BYTES)
         except BlockingIOError:
@@ -289,11 +289,11 @@ class _LineReader:
             self._emit_line(_text(self._rest))
             self._rest = b""
         if self._rest and self._ask is not None:
-            self._asking = self._loop.call_later(QUESTION_AFTER_S, self._is_question)
+            self._question_timer = self._loop.call_later(QUESTION_AFTER_S, self._is_question)
         return True
 
     def _is_question(self) -> None:
-        self._asking = None
+        self._question_timer = None
         text, self._rest = _text(self._rest), b""
         assert self._ask is not None
         self._ask(text)
@@ -304,8 +304,8 @@ class _LineReader:
             pass
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._question_timer is not None:
+            self._question_timer.cancel()
         if self._rest:
             self._emit_line(_text(self._rest))
 

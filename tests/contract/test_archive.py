@@ -361,13 +361,13 @@ def test_encrypted_for_a_key_of_which_the_archiver_has_the_public_half(tmp_path:
     write_log(tmp_path / "log", 30)
     url = f"file://{tmp_path}/archive"
     objects = Objects(store_of(url), url).below(NAME)
-    shipped(Archive(objects, Cipher.of_file(public)), tmp_path / "log")
+    shipped(Archive(objects, Cipher.from_file(public)), tmp_path / "log")
     files = [path for path in (tmp_path / "archive").rglob("*") if path.is_file() and path.parent.name != "moments"]
     assert files
     assert all(path.read_bytes().startswith(b"age-encryption.org/v1") for path in files)
     for archive, problem in (
         (Archive(objects), "is encrypted: give its secret key"),
-        (Archive(objects, Cipher.of_file(public)), "public keys alone"),
+        (Archive(objects, Cipher.from_file(public)), "public keys alone"),
     ):
         with pytest.raises(ArchiveError, match=problem):
             brought_back(archive, tmp_path / "without")
@@ -375,10 +375,10 @@ def test_encrypted_for_a_key_of_which_the_archiver_has_the_public_half(tmp_path:
     other.write_text(f"{x25519.Identity.generate()}\n")
     other.chmod(0o600)
     with pytest.raises(DamagedObjectError, match="cannot be decrypted with the keys"):
-        brought_back(Archive(objects, Cipher.of_file(other)), tmp_path / "without")
+        brought_back(Archive(objects, Cipher.from_file(other)), tmp_path / "without")
     with pytest.raises(ArchiveError, match="is encrypted: give the key file"):
         shipped(Archive(objects), tmp_path / "log")
-    back = brought_back(Archive(objects, Cipher.of_file(secret)), tmp_path / "back")
+    back = brought_back(Archive(objects, Cipher.from_file(secret)), tmp_path / "back")
     assert back == all_rows(tmp_path / "log")
 
 
@@ -398,7 +398,7 @@ def test_a_key_file_that_is_none(tmp_path: Path, text: str | None, mode: int, pr
     path.write_text(f"{x25519.Identity.generate()}\n" if text is None else text)
     path.chmod(mode)
     with pytest.raises(ArchiveError, match=problem) as error:
-        Cipher.of_file(path)
+        Cipher.from_file(path)
     assert "HUNTER2" not in str(error.value).upper()
 
 

@@ -464,14 +464,14 @@ def test_an_app_that_leaves_because_its_coordinator_gives_up_is_not_started_agai
     app = ProcessExit(Role.APP, 1, 1)
     gives_up = ProcessExit(Role.COORDINATOR, 2, 3)
     for first, second in ((app, gives_up), (gives_up, app)):
-        assert classify_exit(first, second, second_was_told=False) is Outcome.NO_RECOVERY
+        assert classify_exit(first, second, second_was_signalled=False) is Outcome.NO_RECOVERY
 
 
 def test_one_whose_log_another_writes_is_started_again_only_to_follow() -> None:
     fenced = ProcessExit(Role.COORDINATOR, 1, 4)
     app = ProcessExit(Role.APP, 2, 1)
-    assert classify_exit(fenced, app, second_was_told=True) is Outcome.FENCED
-    assert classify_exit(app, fenced, second_was_told=False) is Outcome.FENCED
+    assert classify_exit(fenced, app, second_was_signalled=True) is Outcome.FENCED
+    assert classify_exit(app, fenced, second_was_signalled=False) is Outcome.FENCED
 
 
 @pytest.mark.parametrize("options", [{"restart": True}, {"follows": True}])

@@ -160,7 +160,7 @@ def _copy_checkpoints(source: View, writing: TableWriter) -> None:
     theirs = {bytes(key): bytes(value) for key, value in source.scan("checkpoints")}
     ours = {bytes(key): bytes(value) for key, value in writing.view().scan("checkpoints")}
     for key in [key for key, header in ours.items() if theirs.get(key) != header]:
-        writing.delete(Span.of_one("checkpoints", key))
+        writing.delete(Span.of_key("checkpoints", key))
         for span in _spans(key):
             writing.delete(span)
     for key in [key for key, header in theirs.items() if ours.get(key) != header]:

@@ -61,7 +61,7 @@ class LmdbBackend(Backend):
 
     def __init__(self, folder: Path, lock: FolderLock | None, instance_name: str, options: Options) -> None:
         """``lock``: owned by this object from now on; None: this process already holds it. Raises like Place.open."""
-        self.where = str(folder)
+        self.label = str(folder)
         self.repairs: list[str] = []
         self._folder = folder
         self._folder_lock = lock
@@ -87,7 +87,7 @@ class LmdbBackend(Backend):
         """
         self.tables = open_tables(self.environment, self._folder)
         with self.environment.begin(buffers=True) as transaction:
-            identity = read_identity(LmdbView(transaction, self.tables), self.where, instance_name)
+            identity = read_identity(LmdbView(transaction, self.tables), self.label, instance_name)
         self.identity = identity
         journal = JournalReader(self._folder, identity)
         try:
@@ -105,7 +105,7 @@ class LmdbBackend(Backend):
                 journal.make_durable()
         except OSError as error:
             raise error_of(self._folder, error) from error
-        self.repairs += journal.repairs + journal.left_out
+        self.repairs += journal.repairs + journal.skipped
         self.journaled: tuple[int, JournalRows] = transaction_id, {**rows}
         self._journal = Journal(self._folder, identity)
         if not rows:
@@ -192,7 +192,7 @@ class LmdbBackend(Backend):
             self.failure = error_of(self._folder, error)
             raise self.failure from error
         if appended:
-            self._tell_synced(began_s)
+            self._report_sync(began_s)
             journaled = self.journaled[1]
             for table, key, value in rows:
                 journaled[table, key] = value
@@ -220,7 +220,7 @@ class LmdbBackend(Backend):
                         writing.apply_journal(self.journaled[1])
                         operation(writing)
                         began_s = time.perf_counter()
-                    self._tell_synced(began_s)
+                    self._report_sync(began_s)
                     self.tables = writing.tables
                     transaction_id = last_transaction_id(self.environment)
                     self.journaled = transaction_id, {}
@@ -234,7 +234,7 @@ class LmdbBackend(Backend):
                     self.failure = error_of(self._folder, error)
                     raise self.failure from error
 
-    def _tell_synced(self, began_s: float) -> None:
+    def _report_sync(self, began_s: float) -> None:
         if self.synced is not None:
             self.synced(time.perf_counter() - began_s)
 
