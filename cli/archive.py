@@ -101,7 +101,7 @@ def archive(
         lambda text: echo(f"{name}: {text}", err=True),
     )
     if once:
-        made = follower.once()
+        made = follower.archive_once()
         last = made or _last(there)
         if as_json:
             echo_json({"name": name, "url": url, "new": made is not None, **_described(last)})
@@ -131,7 +131,7 @@ def _objects(url: str, *, make: bool) -> Objects:
         from immortal.coordinator.objects.store import Objects, store_of
     except ImportError as error:
         raise _missing(error) from None
-    return Objects(store_of(url, make=make), url.rstrip("/"))
+    return Objects(store_of(url, create=make), url.rstrip("/"))
 
 
 def _missing(error: ImportError) -> FailedError:

@@ -86,19 +86,19 @@ class Archive:
         check_follows([moment for moment, _ in found], [its_digest for _, its_digest in found])
         return [(moment, stored_s) for (moment, _), (_, stored_s) in zip(found, listed, strict=True)]
 
-    def follow(self, known: dict[int, tuple[Moment, str]]) -> list[Moment]:
-        """Return all moments; do not read those in ``known`` again (by number, with their manifests' digests).
+    def follow(self, cached: dict[int, tuple[Moment, str]]) -> list[Moment]:
+        """Return all moments; do not read those in ``cached`` again (by number, with their manifests' digests).
 
-        The newest is always read: it shows if another archive has taken the place. ``known`` is updated.
+        The newest is always read: it shows if another archive has taken the place. ``cached`` is updated.
         """
         numbers = self.numbers()
-        names = [moment_name(number) for number in numbers if number not in known or number == numbers[-1]]
+        names = [moment_name(number) for number in numbers if number not in cached or number == numbers[-1]]
         found = [self._decoded(name, data) for name, data in zip(names, self.objects.get_all(names), strict=True)]
-        known.update({moment.number: (moment, its_digest) for moment, its_digest in found})
-        for gone in known.keys() - set(numbers):
-            del known[gone]
-        moments = [known[number][0] for number in numbers]
-        check_follows(moments, [known[number][1] for number in numbers])
+        cached.update({moment.number: (moment, its_digest) for moment, its_digest in found})
+        for gone in cached.keys() - set(numbers):
+            del cached[gone]
+        moments = [cached[number][0] for number in numbers]
+        check_follows(moments, [cached[number][1] for number in numbers])
         return moments
 
     def put_moment(self, moment: Moment) -> str | None:
@@ -121,12 +121,12 @@ class Archive:
             raise DamagedObjectError(f"the object {location} is the manifest of moment {moment.number}")
         return moment, digest(data)
 
-    def put(self, folder: str, what: str, epoch: int, rows: list[PackedRow]) -> Part:
-        """Store rows as one object; return its description. ``what``: text for its name. Raises StoreError."""
+    def put(self, folder: str, label: str, epoch: int, rows: list[PackedRow]) -> Part:
+        """Store rows as one object; return its description. ``label``: text for its name. Raises StoreError."""
         data = pack(rows)
         if self.cipher is not None:
             data = self.cipher.encrypt(data)
-        name = object_name(folder, what, epoch)
+        name = object_name(folder, label, epoch)
         self.objects.put_new(name, data)
         return Part(name, len(data), digest(data))
 
@@ -228,7 +228,7 @@ def restore(
             f" nothing was written; 'immortal archive --show' says what each archive has"
         )
     encrypted = encrypted_parts(moments[: index + 1])
-    with tempfile.TemporaryDirectory(prefix="immortal-restore-", dir=_beside(place)) as folder:
+    with tempfile.TemporaryDirectory(prefix="immortal-restore-", dir=_fetch_folder(place)) as folder:
         spool = Path(folder)
         parts = needs.parts
         for number, data in enumerate(archive.stored(parts)):
@@ -259,7 +259,7 @@ def restore(
     )
 
 
-def _beside(place: Place) -> Path | None:
+def _fetch_folder(place: Place) -> Path | None:
     """Return the folder for the fetched objects, beside the new log; None for a log that is not in a folder."""
     if place.scheme != "lmdb":
         return None
@@ -371,8 +371,8 @@ class _CheckpointRows:
             return False
         if table == "checkpoints" and part.name not in self._with_headers:
             return False
-        known = self._last_keys.get(at)
-        return known is None or (table in known and known[table] >= first)
+        cached = self._last_keys.get(at)
+        return cached is None or (table in cached and cached[table] >= first)
 
 
 def _by_table(rows: Sequence[PackedRow]) -> dict[str, _Rows]:

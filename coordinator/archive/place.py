@@ -41,7 +41,7 @@ class ArchiveReader(ReadBackend):
     def __init__(self, archive: Archive, label: str, instance_name: str | None) -> None:
         self.label = label
         self._archive = archive
-        self._known: dict[int, tuple[Moment, str]] = {}
+        self._cached: dict[int, tuple[Moment, str]] = {}
         self._view: ArchivedView | None = None
         self._digest = ""
         with self.view() as view:
@@ -54,13 +54,13 @@ class ArchiveReader(ReadBackend):
 
     def _newest(self) -> ArchivedView:
         try:
-            moments = self._archive.follow(self._known)
+            moments = self._archive.follow(self._cached)
         except DamagedObjectError:  # or another archive has taken the place
-            self._known.clear()
-            moments = self._archive.follow(self._known)
+            self._cached.clear()
+            moments = self._archive.follow(self._cached)
         if not moments:
             raise LogFormatError(f"there is no archive {self.label}")
-        its_digest = self._known[moments[-1].number][1]
+        its_digest = self._cached[moments[-1].number][1]
         if self._view is None or its_digest != self._digest:
             encrypted = encrypted_parts(moments)
 
@@ -136,7 +136,7 @@ class ArchivePlace(Place):
         return Archive(self._store().below(self._instance), cipher)
 
     def _store(self) -> Objects:
-        return Objects(store_of(self._url, make=False), self._url)
+        return Objects(store_of(self._url, create=False), self._url)
 
 
 class S3Archive(ArchivePlace):

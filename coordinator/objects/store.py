@@ -33,10 +33,10 @@ class Stored(NamedTuple):
     modified_s: float  # since the Unix epoch, by the store's clock
 
 
-def store_of(url: str, *, make: bool = True) -> ObjectStore:
+def store_of(url: str, *, create: bool = True) -> ObjectStore:
     """Open the store of a URL. Credentials come from the environment, as for the store's own tools.
 
-    ``make``: create a folder that is missing.
+    ``create``: create a folder that is missing.
 
     Raises ObjectError for a URL of another form, StoreError.
     """
@@ -46,11 +46,11 @@ def store_of(url: str, *, make: bool = True) -> ObjectStore:
         raise ObjectError(
             f"{url!r} names no store: a URL with one of {expected} was expected, such as s3://bucket/archive"
         )
-    with _in_words(url):
+    with _as_store_errors(url):
         if scheme == "file":
             if not path.startswith("/"):
                 raise ObjectError(f"{url!r} names no folder: file:// and an absolute path was expected")
-            if make:
+            if create:
                 make_folder(Path(path))
             elif not Path(path).is_dir():
                 raise ObjectError(f"there is no archive in {url}: no such folder")
@@ -72,7 +72,7 @@ class Objects:
     def put_new(self, name: str, data: bytes) -> bool:
         """Create an object durably; return False if one of that name exists, which stays. Raises StoreError."""
         path = self._prefix + name
-        with _in_words(self.location):
+        with _as_store_errors(self.location):
             try:
                 obstore.put(self._store, path, data, mode="create", use_multipart=False)
             except (AlreadyExistsError, FileExistsError):
@@ -83,12 +83,12 @@ class Objects:
 
     def get(self, name: str) -> bytes:
         """Read an object. Raises DamagedObjectError if it is missing, StoreError."""
-        with _in_words(self.location):
+        with _as_store_errors(self.location):
             return bytes(self._found(name).bytes())
 
     def chunks(self, name: str, size_bytes_min: int) -> Iterator[bytes]:
         """Yield an object's content in chunks, with bounded memory. Raises as :meth:`get`."""
-        with _in_words(self.location):
+        with _as_store_errors(self.location):
             for chunk in self._found(name).stream(min_chunk_size=size_bytes_min):
                 yield bytes(chunk)
 
@@ -100,7 +100,7 @@ class Objects:
 
     def put_file(self, name: str, path: Path) -> None:
         """Store a file as an object, with bounded memory; one of that name is replaced. Raises StoreError."""
-        with _in_words(self.location):
+        with _as_store_errors(self.location):
             obstore.put(self._store, self._prefix + name, path)
 
     def get_all(self, names: Iterable[str]) -> Iterator[bytes]:
@@ -111,7 +111,7 @@ class Objects:
     def listed(self, folder: str = "") -> list[Stored]:
         """List the objects below ``folder`` by name. Raises StoreError."""
         found = []
-        with _in_words(self.location):
+        with _as_store_errors(self.location):
             for page in obstore.list(self._store, prefix=(self._prefix + folder).rstrip("/") or None):
                 for one in page:
                     name = one["path"].removeprefix(self._prefix)
@@ -120,13 +120,13 @@ class Objects:
 
     def folders(self) -> list[str]:
         """List the names of the folders at the top level. Raises StoreError."""
-        with _in_words(self.location):
+        with _as_store_errors(self.location):
             listed = obstore.list_with_delimiter(self._store, prefix=self._prefix.rstrip("/") or None)
         return sorted(path.removeprefix(self._prefix).rstrip("/") for path in listed["common_prefixes"])
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; missing ones are ignored. Raises StoreError."""
-        with _in_words(self.location):
+        with _as_store_errors(self.location):
             for name in names:
                 try:
                     obstore.delete(self._store, self._prefix + name)
@@ -135,7 +135,7 @@ class Objects:
 
 
 @contextmanager
-def _in_words(location: str) -> Iterator[None]:
+def _as_store_errors(location: str) -> Iterator[None]:
     """Turn errors of obstore, and errors of Python's own that it raises, into StoreError."""
     try:
         yield

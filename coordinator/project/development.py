@@ -93,7 +93,7 @@ class Development:
 
     def _print(self, text: str, level: Level | None = None, name: str = OWN) -> None:
         for line in text.split("\n"):
-            self._console.line(name, line, level)
+            self._console.write_line(name, line, level)
 
     def _states(self) -> str:
         states = [f"{member.name} {member.state.value}" for member in self._members.values()]

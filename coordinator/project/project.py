@@ -188,9 +188,9 @@ class Project:
         write_atomically(self.file, tomlkit.dumps(document).encode(), mode=stat.S_IMODE(self.file.stat().st_mode))
         return given.app
 
-    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment for the processes of a service; ``own``: the variables of its table."""
-        return {**os.environ, HOME_VARIABLE: str(self.home), **own}
+    def environment(self, overrides: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment for the processes of a service; ``overrides``: the variables of its table."""
+        return {**os.environ, HOME_VARIABLE: str(self.home), **overrides}
 
 
 def find_project(given: Path | None, home: Path | None = None) -> Project:

@@ -536,7 +536,7 @@ def run_coordinator(
     retain_freed_memory(ARENAS_MAX if make_app is None else None)
     process.raise_descriptor_limit()
     ensure_machine_keys(settings, registry)
-    with registry.kept():
+    with registry.synchronized():
         instance_log = InstanceLog(settings, log, trust_pickle=trust_pickle)
         try:
             if follower_settings is not None:

@@ -67,19 +67,19 @@ Seen = Submitted | Durable | Given | Arrived
 class TimingRecorder:
     """Recorder of one running coordinator's timings, in the folder of its instance. Times are monotonic, in ns.
 
-    ``limit_bytes``: largest size of its segments. ``say``: called with the reason if they can't be written.
+    ``limit_bytes``: largest size of its segments. ``report``: called with the reason if they can't be written.
     """
 
     def __init__(
         self,
         folder: Path,
         limit_bytes: int,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._clock_ns = clock_ns
         self._rows = RowBuilder()
-        self._writer = SegmentWriter(folder / FOLDER_NAME, COORDINATOR, limit_bytes, say)
+        self._writer = SegmentWriter(folder / FOLDER_NAME, COORDINATOR, limit_bytes, report)
         self._noting: Noting[Seen] = Noting(self._write)
 
     def observe(self, effect: ef.Effect) -> None:

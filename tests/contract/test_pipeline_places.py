@@ -64,7 +64,7 @@ def specs_of(name: str) -> list[RecordSpec]:
 def ship(folder: Path, url: str, name: str, cipher: Cipher | None = None) -> None:
     archive = Archive(Objects(store_of(url), url).below(name), cipher)
     with open_reader(folder, name) as reader:
-        Archiver(archive, reader, segment_size_bytes=SEGMENT_SIZE_BYTES).moment()
+        Archiver(archive, reader, segment_size_bytes=SEGMENT_SIZE_BYTES).store_moment()
 
 
 def write_logs(home: Path) -> None:

@@ -311,7 +311,7 @@ def test_without_the_database_the_registry_is_read_as_it_was_and_not_changed(sha
         assert one.load("shop").app is None
         with pytest.raises(SharedHomeError, match="does not answer"):
             shared.machine("new")
-        with one.kept():
+        with one.synchronized():
             postgres.start()
             other = shared.machine("b")
             other.remember_app("shop", "shop:Other")
