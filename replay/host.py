@@ -190,7 +190,7 @@ def _come_in(
     if auth is not AppAuth.NONE:
         secret_file = app_secret.path(folder)
         takes_secret = auth is AppAuth.SECRET
-        secret = app_secret.make(folder)
+        secret = app_secret.create(folder)
         gate = AppAuthenticator(
             source.identity.instance_name, secret, warnings_on_stderr("replay"), epoll, takes_secret=takes_secret
         )

@@ -204,7 +204,7 @@ class ServiceProcess:
         self._process = None
         self.exit_status = status
         if status < 0 and not self._stop_requested:
-            pause_s = self._pause.after(time.monotonic() - self._started_s, recovered=self._was_ready)
+            pause_s = self._pause.next_pause_s(time.monotonic() - self._started_s, recovered=self._was_ready)
             self._death = f"'immortal run' died: {ProcessExit(Role.COORDINATOR, 0, status)}"
             self._sink.write_line(self.name, f"{self._death}; restarting it  pause_s={pause_s:g}", "error")
             self._restart = asyncio.get_running_loop().call_later(pause_s, self._start_again)
@@ -335,7 +335,7 @@ def register(registry: Registry, service: ServiceSpec) -> str:
     peer = given.pop("peer", PEER_DEFAULT)
     if service.name not in registry.names():
         settings = registry.register(service.name, peer, keyed=True, app=service.app, **given)
-        keys.make(settings.folder)
+        keys.create(settings.folder)
         own_logs.OwnLogs(settings.folder).create()
         return f"registered, peers at {settings.peer}"
     address = split_tcp(peer)

@@ -281,7 +281,7 @@ class RestartBackoff:
         self._next_s = RESTART_BACKOFF_S_MIN
         self._at_once = at_once
 
-    def after(self, life_s: float, *, recovered: bool) -> float:
+    def next_pause_s(self, life_s: float, *, recovered: bool) -> float:
         """Return the pause after a life of ``life_s``, in seconds. ``recovered``: the start itself had succeeded."""
         if life_s >= RESTART_BACKOFF_RESET_S:
             self._next_s = RESTART_BACKOFF_S_MIN

@@ -21,7 +21,7 @@ from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.log.backend import Finding, Mac, Options, Place, ReadBackend, Row, Severity, View
 from immortal.coordinator.log.backends.lmdb.environment import (
     MappedPages,
-    begin_reading,
+    begin_read_transaction,
     describe_unnamed,
     error_of,
     last_transaction_id,
@@ -50,8 +50,8 @@ from immortal.coordinator.log.backends.lmdb.tables import (
     JournalRows,
     LmdbView,
     ReadTransaction,
+    create_tables,
     journal_nonce,
-    make_tables,
     open_tables,
     view_of,
 )
@@ -70,7 +70,7 @@ class LmdbReader(ReadBackend):
         self._environment = open_environment(folder, readonly=True, map_size_bytes=0)
         try:
             self._tables = open_tables(self._environment, folder)
-            with begin_reading(self._environment, folder, buffers=True) as transaction:
+            with begin_read_transaction(self._environment, folder, buffers=True) as transaction:
                 self.identity = read_identity(LmdbView(transaction, self._tables), self.label, instance_name)
         except BaseException:
             self._environment.close()
@@ -93,7 +93,7 @@ class LmdbReader(ReadBackend):
         abandoned_id = None
         while True:
             try:
-                transaction = begin_reading(self._environment, self._folder, buffers=buffers)
+                transaction = begin_read_transaction(self._environment, self._folder, buffers=buffers)
             except lmdb.MapResizedError:
                 self._environment.set_mapsize(0)  # the writer's new size
                 continue
@@ -306,7 +306,7 @@ def _create(folder: Path, rows: Sequence[Row]) -> None:
         make_folder(partial)
         # Without a lock: no other process knows it yet.
         with open_lmdb(partial, map_size=1 << 26, lock=False) as environment:
-            tables = make_tables(environment)
+            tables = create_tables(environment)
             with environment.begin(write=True) as transaction:
                 for table, key, value in rows:
                     transaction.put(key, value, db=tables[table])

@@ -75,7 +75,7 @@ class Journal:
         self._number += 1
         return True
 
-    def make(self) -> bool:
+    def create(self) -> bool:
         """Create the file with all its blocks, then give it its name; return False if the disk has no room for them.
 
         It replaces the earlier journal: all entries must be in the tables.

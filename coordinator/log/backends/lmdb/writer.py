@@ -20,7 +20,7 @@ from immortal.coordinator.log.backend import Append, Backend, Mac, Options, Row
 from immortal.coordinator.log.backends.lmdb.environment import (
     MAP_SIZE_BYTES,
     MappedPages,
-    begin_reading,
+    begin_read_transaction,
     clear_dead_readers,
     error_of,
     last_transaction_id,
@@ -123,7 +123,7 @@ class LmdbBackend(Backend):
                     self.raise_failure()
                     transaction_id, rows = self.journaled
                     rows = dict(rows)  # an append in another thread can continue
-                    with begin_reading(self.environment, self._folder, buffers=not copies) as transaction:
+                    with begin_read_transaction(self.environment, self._folder, buffers=not copies) as transaction:
                         if not rows or transaction.id() == transaction_id:
                             yield view_of(transaction, self.tables, rows)
                             return
@@ -179,7 +179,7 @@ class LmdbBackend(Backend):
         """Make the append durable without LMDB; return False if there is no room, or no journal."""
         self.raise_failure()
         if self._has_journal is None:
-            self._make_journal()
+            self._create_journal()
         if armed:
             for point in append.points:
                 reach(point)
@@ -200,10 +200,10 @@ class LmdbBackend(Backend):
                 time.sleep(self._sync_delay_s)
         return appended
 
-    def _make_journal(self) -> None:
+    def _create_journal(self) -> None:
         """Create the journal. Its file exists as long as the tables refer to it."""
         self.flush()  # an existing file can have valid entries
-        made = self._journal.make()
+        made = self._journal.create()
         if made:
             self._needs_journal = True  # set before the commit, which can be durable even if it fails
             row = meta_row(META_JOURNAL, self._journal.nonce)
