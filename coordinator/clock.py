@@ -74,13 +74,13 @@ class InstanceClock:
         self._unsaved_reported = False
         self._hold_ns = hold_ns
         self._is_ours = is_ours
-        self._keeper = self._continued(summary, hold_ns)
+        self._keeper = self._continue_clock(summary, hold_ns)
         self.now_ns()
         self._save()
 
     def take_over(self, summary: LogSummary) -> None:
         """Run the instance's clock from now on: its time continues that of the earlier process."""
-        before, self._keeper = self._keeper, self._continued(summary, self._hold_ns)
+        before, self._keeper = self._keeper, self._continue_clock(summary, self._hold_ns)
         now, running = self._keeper, before.running
         now.clock.offset_ns = max(now.clock.offset_ns, before.clock.offset_ns)
         running.past, running.first_ns, running.last_ns = now.running.past, now.running.first_ns, now.running.last_ns
@@ -88,7 +88,7 @@ class InstanceClock:
         self._is_ours = True
         self._save()
 
-    def _continued(self, summary: LogSummary | None, hold_ns: int) -> Timekeeper:
+    def _continue_clock(self, summary: LogSummary | None, hold_ns: int) -> Timekeeper:
         """Return a clock that continues the earlier process's, and is not behind the log's last record."""
         checkpoints_ns = [] if summary is None else [header.time_ns for header in summary.checkpoints]
         logged_ns = max(0 if summary is None else summary.last_time_ns, *checkpoints_ns, 0)
@@ -151,7 +151,7 @@ class InstanceClock:
         meanwhile."""
         self.wake_due_ns = time.monotonic_ns() + effect.time_ns - self.now_ns()
 
-    def take_due(self, now_ns: int) -> list[Event]:
+    def due_events(self, now_ns: int) -> list[Event]:
         """Return a Tick if a wake-up is due at ``now_ns`` of the monotonic clock."""
         events: list[Event] = []
         if self.wake_due_ns is not None and now_ns >= self.wake_due_ns:

@@ -239,7 +239,7 @@ class Node:
         if app is None:
             return False
         if (due_ns := app.next_due_ns) is not None and due_ns <= now_ns:
-            app.tell_time(now_ns)
+            app.log_time(now_ns)
         app.take_output()
         if not app.output or self.paused:
             return False

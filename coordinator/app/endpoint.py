@@ -115,7 +115,7 @@ class AppEndpoint:
         app_secret.remove(settings.folder)
         if settings.app_auth is not AppAuth.NONE:
             # Before anybody can connect: an app that has connected must find this secret.
-            self._secret = secret = app_secret.make(settings.folder)
+            self._secret = secret = app_secret.create(settings.folder)
             takes_secret = settings.app_auth is AppAuth.SECRET
             self._authenticator = AppAuthenticator(
                 settings.name, secret, self._log, self._accept_epoll, takes_secret=takes_secret

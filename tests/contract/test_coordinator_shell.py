@@ -91,7 +91,7 @@ def collected(writer: LogWriter, count: int) -> list[ev.Event]:
     while len(events) < count:
         ready, _, _ = select.select([writer], [], [], DEADLINE_S)
         assert ready, f"the thread gave only {events}"
-        events += writer.take_done()
+        events += writer.pop_finished()
     return events
 
 
@@ -101,7 +101,7 @@ def test_small_commits_run_inline(store: Store, writer: LogWriter) -> None:
     assert store.done == []
     assert writer.run_inline() == [ev.Committed(1), ev.Committed(2)]
     assert writer.run_inline() == []
-    assert writer.take_done() == []
+    assert writer.pop_finished() == []
 
 
 def test_the_order_is_kept_between_inline_and_thread(store: Store, writer: LogWriter) -> None:

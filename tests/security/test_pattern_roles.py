@@ -244,7 +244,7 @@ def test_a_plain_server_answers_those_that_the_guide_says(tmp_path: Path, who: s
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
     for name in ("vault", "ada", "eve"):
-        keys.make(home / name, role=Role.CLIENT)
+        keys.create(home / name, role=Role.CLIENT)
     shown = {"stranger": {}, "other key": {"identity": "eve"}, "caller": {"identity": "ada"}, "owner": {}}[who]
     server_of = {} if who == "stranger" else {"server": "vault"}
     server = pirate.Server(

@@ -490,7 +490,7 @@ def test_a_stream_above_its_rate_arrives_whole_and_in_order(tmp_path: Path) -> N
     try:
         house.register("alice", "bob")
         for name in ("alice", "bob"):
-            keys.make(house.settings(name).folder)
+            keys.create(house.settings(name).folder)
         path = house.registry.path("bob")
         path.write_text(f"{path.read_text()}\n[allow]\nalice = {{rate = 100}}\n")
         process, bob = house.both("bob")

@@ -183,7 +183,7 @@ class AppInterface:
         due_ns = self.app.next_due_ns
         if due_ns is not None and due_ns <= (time_ns := self.app.time_ns(self._clock.now_ns)):
             self._world.marks["time told to the app's clock"] += 1
-            self.app.tell_time(time_ns)
+            self.app.log_time(time_ns)
         self._has_run()
 
     def _acts(self, life: int) -> None:
