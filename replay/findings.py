@@ -71,7 +71,7 @@ class Findings:
             del self.first[self._limit :]
 
     def _call(self, rpc: IncomingRpc | None) -> CallText | None:
-        return None if rpc is None else CallText.of(rpc, is_msgpack=self.is_msgpack)
+        return None if rpc is None else CallText.from_rpc(rpc, is_msgpack=self.is_msgpack)
 
     def count(self, kind: Kind) -> int:
         return sum(counts[kind] for counts in self.counts.values())

@@ -177,7 +177,7 @@ def _write(world: World, old: Registry, folder: Path, codes: Mapping[str, Defini
         settings = registry.register(name, "tcp://127.0.0.1:*", app=app, keep_code=then.keep_code)
         sources = {path: (path, source) for path, (_, source) in sources_of(definition.cls).items()}
         if then.keep_code:
-            kept_code.keep(settings.folder / kept_code.FOLDER_NAME, app, sources, 0)
+            kept_code.store(settings.folder / kept_code.FOLDER_NAME, app, sources, 0)
         backend = world.nodes[name].store.backend
         with backend.view() as view:
             place_of(settings.log).copy(view, backend.identity, None)

@@ -331,7 +331,7 @@ class Coordinator:
             self._stop_deadline_ns,
             self._clock.wake_due_ns,
             self._clock_due_ns,
-            self._log_endpoint.measure_at_ns if self._machine.state.log_capacity.full else None,
+            self._log_endpoint.measure_at_ns if self._machine.state.log_capacity.full_reason else None,
         )
         return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
 
