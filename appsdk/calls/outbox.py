@@ -197,7 +197,7 @@ class Outbox:
         self._closed_counts: dict[str, int] = {}
         self._closed_since_mark: list[tuple[str, int, int]] = []  # ..., and how many of them were sent before
         self._mark = (0, 0, "")
-        self.of_order = OF_ORDER
+        self.order_method_ids = OF_ORDER
         self._unordered = ""  # the last destination; calls to others must not leave before it has the call
         self._repeated: dict[str, int] = {}
         self._reports: list[bytes] = []
@@ -388,7 +388,7 @@ class Outbox:
     def _is_plain_call(self, front: bytes) -> bool:
         """Return True for a call of a method not in OF_ORDER. ``front``: its encoded form before the arguments."""
         _, start = decode_zigzag_int(front, 0)
-        return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in self.of_order
+        return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in self.order_method_ids
 
     def _append(self, message_type: MessageType, batch: Batch) -> None:
         self._attach(batch.destination)

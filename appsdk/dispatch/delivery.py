@@ -21,7 +21,7 @@ from immortal.appsdk.ordering.multicasts import (
     decode_ordering_message,
     decode_propose,
 )
-from immortal.appsdk.waiting.impulses import EffectResult, ToldTime
+from immortal.appsdk.waiting.impulses import EffectResult, LoggedTime
 from immortal.protocol import decoding
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
@@ -58,8 +58,9 @@ class Delivery:
         self._context = context
         self._entries: dict[int, Entry] = {}
         self._by_front: dict[bytes, Entry] = {}
+        receive = context.tasks.incoming.receive_answer
         self._answers: dict[RpcKind, Entry] = {
-            kind: _entry(lambda data: data, partial(context.tasks.incoming.answered, kind), "the answer of a call")
+            kind: _entry(lambda data: data, partial(receive, kind), "the answer of a call")
             for kind in (RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED)
         }
         tasks, wakes = context.tasks, definition.has_tasks
@@ -74,9 +75,9 @@ class Delivery:
         begin = waking(tasks, begin) if wakes else begin
         nothing: Any = decoding.Decoder(tuple[()]).decode
         initial = (nothing, self._only_in_first_record(begin), f"{self._definition.name}.{name or 'initial'}")
-        clock = _entry(decoding.Decoder(ToldTime).decode, tasks.told_time, "the clock")
-        effects = _entry(decoding.Decoder(EffectResult).decode, tasks.effect_done, "the result of an effect")
-        orders = _entry(decoding.Decoder(Order).decode, tasks.ordered, "an operator's order")
+        clock = _entry(decoding.Decoder(LoggedTime).decode, tasks.apply_time, "the clock")
+        effects = _entry(decoding.Decoder(EffectResult).decode, tasks.receive_effect_result, "the result of an effect")
+        orders = _entry(decoding.Decoder(Order).decode, tasks.execute_order, "an operator's order")
         cancels: Entry = (
             decoding.Decoder(tuple[str, int, int, str]).decode,
             lambda instance, caller, number, cancelled, reason: tasks.cancel_call(caller, number, cancelled, reason),

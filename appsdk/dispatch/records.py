@@ -320,7 +320,7 @@ class Records:
         caller, arguments = waiting_caller(message), rpc.arguments
         if caller is not None:
             arguments = encoder.encode(decoding.decode(arguments, type=list[Raw])[2:])
-        executions.handled(context, handler, arguments, caller, {}, "failed", failure_in_words(verdict))
+        executions.note_handled_call(context, handler, arguments, caller, {}, "failed", failure_in_words(verdict))
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
         """End the wait of a handler for a message that is skipped, so that it does not wait for ever."""

@@ -223,7 +223,7 @@ class RenumberedTasks(Tasks):
             self._since_copy.append(drawn)
         self._next_number = max(self._next_number, abs(drawn.number) + 1)
         if operation is not None and drawn.outcome is not None:  # the result is there already
-            self.later(partial(self.resolve, operation, *drawn.outcome))
+            self.defer(partial(self.resolve, operation, *drawn.outcome))
         return drawn.number
 
     def _draw(self, operation: Operation | None) -> _Drawn:
@@ -304,7 +304,7 @@ class MatchedOperation:
         self.what = what
         self.outcome: tuple[bool, bytes] | None = None
 
-    def went_to(self, name: str) -> bool:
+    def is_addressed_to(self, name: str) -> bool:
         return self.what.endswith(f" of {name}")
 
     def fits(self, saved: Described) -> bool:

@@ -355,7 +355,7 @@ class Player(LocalRun):
         """Return what began the execution that makes the call of that number; None: unknown."""
         call = None if number is None else self.tasks.calls.get(number)
         task = None if call is None else self.tasks.waiting(call.task.number)
-        return None if task is None else task.began_at
+        return None if task is None else task.started_by
 
     def close(self) -> None:
         with sealed():  # handlers that wait are closed: their finally clauses run
