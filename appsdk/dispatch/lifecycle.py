@@ -291,7 +291,7 @@ class HookGate:
         what = "before its @on_primary hooks start: input that was logged before must be handled first, as it"
         context, count = self._context, sum(self._filed())
         if count:
-            names = context.multicasts.waits_for()
+            names = context.multicasts.awaited_instances()
             what += " stands behind a multicast"
         elif self._queued:
             names, count = [context.instance_name], self._queued_count()

@@ -180,7 +180,7 @@ class Records:
                 plain = Plain(message_at(content, offset), context.source)
                 is_own = plain.is_own
                 if not is_own:
-                    if multicasts.files(plain):
+                    if multicasts.enqueue_if_must_wait(plain):
                         offset += len(plain.message)
                         context.message_index += 1
                         continue

@@ -194,7 +194,7 @@ class Failures:
     def answer(self, verdict: Verdict, message: bytes) -> None:
         """Send the verdict to the caller that waits for ``message``, if there is one."""
         if method_of(message) == ORDERED_METHOD_ID:
-            for call in self._context.multicasts.refused(message, verdict.text):
+            for call in self._context.multicasts.refuse(message, verdict.text):
                 self._answer_refused(verdict, call)
         self._context.nodes.inbox.failed(message, verdict)
         if self._excluded_answers is not None and verdict.behind == 0:

@@ -89,7 +89,7 @@ class EmbeddedApp:
     def sent_bytes(self) -> int:
         return self._sent_bytes
 
-    def take_sent(self) -> list[ev.Event]:
+    def pop_sent_events(self) -> list[ev.Event]:
         sent_bytes, self._sent_bytes = self._sent_bytes, 0
         return [ev.AppSent(sent_bytes)] if sent_bytes else []
 

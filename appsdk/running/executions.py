@@ -1,7 +1,7 @@
 """Writer of the list of executions: handlers only append to a queue, one thread does the rest.
 
 The list follows from the log, so a recovery writes the same rows again. Rows older than a checkpoint are on disk before
-that checkpoint is sent, so no row is missing after a crash (docs/decisions/0088-executions.md).
+that checkpoint is sent, so no row is missing after a crash (docs/decisions/0088-list-of-executions.md).
 """
 
 from __future__ import annotations

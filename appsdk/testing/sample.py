@@ -2,7 +2,7 @@
 
 Messages cut out of a log would leave one that no replay repeats. Here the services' own code makes new logs:
 coordinators in memory get the chosen inputs at their recorded times; timers, messages and the results of effects come
-as late as then. See docs/decisions/0094-a-sample-is-run.md.
+as late as then. See docs/decisions/0094-samples-are-executed.md.
 """
 
 from __future__ import annotations

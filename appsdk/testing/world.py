@@ -318,7 +318,7 @@ class _Clock(_Port):
     def now_ns(self) -> int:
         return self._node.world.now_ns
 
-    def take_events(self) -> Sequence[ev.Event]:
+    def pop_events(self) -> Sequence[ev.Event]:
         return ()
 
     def wake_at(self, effect: ef.WakeAt) -> None:

@@ -197,7 +197,7 @@ class Incoming:
                     done.add(one.number)
                     self._tasks.defer(partial(self._tasks.resolve, one, False, value))
 
-    def destination_of_call(self, number: int) -> str | None:
+    def receiver_of_call(self, number: int) -> str | None:
         """Return the destination of the open call of that number; None: there is none."""
         call = self._calls.get(number)
         return None if call is None else call.target.destination

@@ -76,7 +76,7 @@ class Tasks(Host):
         self.time_impulses = TimeImpulses(context, self.clock)
         self.incoming = Incoming(self)
         context.multicasts.run_effect = self.effects.run_held
-        context.multicasts.called = self.incoming.destination_of_call
+        context.multicasts.receiver_of_call = self.incoming.receiver_of_call
         context.nodes.make_call = make_node_call
         self.orders = Orders(context)
         self._endings = Endings(context, self.answers, self.handler_runs)

@@ -119,7 +119,7 @@ class AppInterface:
     def flush(self) -> Sequence[ev.Event]:
         return ()
 
-    def take_sent(self) -> Sequence[ev.Event]:
+    def pop_sent_events(self) -> Sequence[ev.Event]:
         taken_bytes, self._taken_bytes = self._taken_bytes, 0
         return [ev.AppSent(taken_bytes)] if taken_bytes else ()
 
@@ -153,7 +153,7 @@ class AppInterface:
                 return
             self._taken_bytes += len(data)
             if self._node.waits_for_app:
-                self._node.post(*self.take_sent())
+                self._node.post(*self.pop_sent_events())
             self._has_run()
         if pending:
             self._read_later()
