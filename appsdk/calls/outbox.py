@@ -272,7 +272,7 @@ class Outbox:
             if len(body) > shallow and is_nested_beyond(body, 0, len(body), shallow + 1):
                 raise UsageError(describe_depth(name, signature.parameters, arguments))
             if context.carries:
-                context.nodes.accounts.passing(destination, body)
+                context.nodes.accounts.count_outgoing(destination, body)
             parts = batch.parts
             if not parts:
                 opened.append(batch)
@@ -315,7 +315,7 @@ class Outbox:
         """Register the handles in the last message of ``batch``. Remove that message if a handle can't be passed."""
         message = batch.parts[-2:]
         del batch.parts[-2:]
-        self._context.nodes.accounts.passing(batch.destination, message[1])
+        self._context.nodes.accounts.count_outgoing(batch.destination, message[1])
         is_first = not batch.parts
         batch.parts += message
         return is_first
@@ -532,7 +532,7 @@ class ImpulseQueue:
         batches.append(batch)
         return len(batches) == 1
 
-    def ask_for_checkpoint(self) -> None:
+    def request_checkpoint(self) -> None:
         """Ask for a checkpoint, from any thread. Raises Disconnected."""
         with self._lock:
             if self._why_closed is not None:

@@ -14,7 +14,7 @@ from immortal.appsdk.dispatch.invocation import receiver, rpc_receiver, waking
 from immortal.appsdk.errors import Failure, HandlerError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.nodes.reference_counts import decode_awaited_node_call, decode_node_call, decode_word
+from immortal.appsdk.nodes.reference_counts import decode_awaited_node_call, decode_handle_message, decode_node_call
 from immortal.appsdk.ordering.multicasts import (
     decode_executed,
     decode_fence_message,
@@ -67,8 +67,8 @@ class Delivery:
         multicasts, inbox = context.multicasts, context.nodes.inbox
         for method_id, handler in self._definition.by_method_id.items():
             codec = self._definition.codec(handler)
-            taking, is_plain = context.nodes.accounts.taking, not codec.may_hold_handles
-            decode = codec.decode_plainly if is_plain else taking(codec.decode)
+            counting, is_plain = context.nodes.accounts.counting, not codec.may_hold_handles
+            decode = codec.decode_plainly if is_plain else counting(codec.decode)
             self._entries[method_id] = (decode, receiver(tasks, handler, wakes=wakes), codec.name)
         name = self._definition.initial
         begin: Callable[..., Any] = (lambda instance: None) if name is None else getattr(self._definition.cls, name)
@@ -116,9 +116,9 @@ class Delivery:
                 RpcType.FORK,
                 _entry(decode_executed, multicasts.handle_executed, "an ordered multicast"),
             ),
-            (NODE_METHOD_ID, RpcType.FORK, _entry(decode_node_call, inbox.called, "a handle")),
-            (NODE_METHOD_ID, RpcType.ASYNC, _entry(decode_awaited_node_call, inbox.called, "a handle")),
-            (HANDLES_METHOD_ID, RpcType.FORK, _entry(decode_word, inbox.told, "a handle")),
+            (NODE_METHOD_ID, RpcType.FORK, _entry(decode_node_call, inbox.run_call, "a handle")),
+            (NODE_METHOD_ID, RpcType.ASYNC, _entry(decode_awaited_node_call, inbox.run_call, "a handle")),
+            (HANDLES_METHOD_ID, RpcType.FORK, _entry(decode_handle_message, inbox.receive_message, "a handle")),
         ):
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # Lengths of fronts, the longest first. No front is the start of another: a varint marks its own end.
@@ -131,8 +131,8 @@ class Delivery:
         def decode(arguments: Any) -> tuple[Any, ...]:
             return codec.decode_call(arguments)  # made at its first use: few apps are called so
 
-        taken: Decode = self._context.nodes.accounts.taking(decode) if codec.may_hold_handles else decode
-        return taken, rpc_receiver(self._context.tasks, handler), codec.name
+        counted: Decode = self._context.nodes.accounts.counting(decode) if codec.may_hold_handles else decode
+        return counted, rpc_receiver(self._context.tasks, handler), codec.name
 
     def _only_in_first_record(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the initial method, whose message is in record 0: a later message is another sender's, and refused."""

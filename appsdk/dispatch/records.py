@@ -428,7 +428,7 @@ class Rewinds:
         """Handle ``records`` on top of the copy. ``passed``: the last (record, message) that was handled before."""
         tasks = self._context.tasks
         self.copies.failed()
-        tasks.rewinds()
+        tasks.note_rewind()
         tasks.effects.pause()
         tasks.queries.passed = passed
         guard = self._records.guard
@@ -470,5 +470,5 @@ class Rewinds:
         if self.copies.take(pieces, sequence_id):
             self._update_undo()
         self._failures.forget_up_to(self.copies.sequence_id(sequence_id))
-        tasks.copied()
+        tasks.note_copy()
         self._restart_guard()

@@ -403,7 +403,7 @@ class Impulses:
 
     def checkpoint(self) -> None:
         """Ask for a checkpoint soon, without waiting for it: after much work, to make the next recovery short."""
-        self._queue.ask_for_checkpoint()
+        self._queue.request_checkpoint()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

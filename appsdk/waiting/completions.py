@@ -172,11 +172,11 @@ class Incoming:
                     raise refused(context, WHAT, Cause.SENDER, text)
                 return
             if MARK in data and (kind is _RAISED or call.result_may_hold_handles) and self.failed is None:
-                context.nodes.accounts.arrived(data)
+                context.nodes.accounts.count_incoming(data)
             self._tasks.resolve(call, kind is _RAISED, value)
             self._tasks.drain()
         elif MARK in data and self.failed is None:
-            context.nodes.accounts.not_taken(data)
+            context.nodes.accounts.return_copies(data)
 
     def answer_expelled(self, scope: Scope, member: str, source: str, value: bytes) -> None:
         """Answer calls of multicasts in place of the expelled ``member``, as another member, ``source``, reports.

@@ -85,10 +85,10 @@ class Host:
         """Note that a task starts from its beginning, possibly again with other arguments."""
         raise NotImplementedError
 
-    def copied(self) -> None:
+    def note_copy(self) -> None:
         """Note that a copy of the state was taken: no rewind begins before it."""
 
-    def rewinds(self) -> None:
+    def note_rewind(self) -> None:
         """Note that messages since the copy are handled again."""
 
     def resolve(self, operation: Any, raised: bool, value: bytes) -> None:

@@ -275,9 +275,9 @@ class Player(LocalRun):
             name = source.identity.instance_name
             raise ReplayError(f"{name}: {definition.name} does not accept the state: {self._turn.stopped}")
         if is_new:
-            self.tasks.told(())
-            if self.tasks.others is not None:
-                self.tasks.others.number_own_from(FIRST_OTHER_NUMBER)
+            self.tasks.receive_draws(())
+            if self.tasks.matcher is not None:
+                self.tasks.matcher.number_own_from(FIRST_OTHER_NUMBER)
 
     @cached_property
     def methods(self) -> Methods:
