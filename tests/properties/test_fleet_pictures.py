@@ -51,7 +51,7 @@ def test_a_recovery_is_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def measured(phase: str, epoch: int, made: int) -> dict[tuple[str, str], float]:
         outputs = {"to": {"position": made}}
         status = {"pid": 1, "phase": phase, "epoch": epoch, "sequence_id": 9, "outputs": outputs}
-        return fleet._measured("one", status)
+        return fleet._current_rates("one", status)
 
     assert measured("normal", 1, 100) == {}
     assert measured("normal", 1, 110)[SENT, "to"] == 10

@@ -91,7 +91,7 @@ def test_the_times_of_streams_outlive_a_log_that_is_read_or_lost(tmp_path: Path)
     registry, logs = Registry(tmp_path), Logs()
     fleet = Fleet(registry, logs.locked)
     with logs.locked(registry.load("callee")):
-        assert fleet._timed("callee", {"sequence_id": 0}) == {}, "it waits for no other request"
+        assert fleet._current_times("callee", {"sequence_id": 0}) == {}, "it waits for no other request"
     fleet._times.clear()
     times = fleet.row("callee").times
     assert (times["caller"].p50_ns, times["caller"].p99_ns, times["caller"].has_calls) == (LATENCY_NS, LATENCY_NS, True)
