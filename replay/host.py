@@ -192,7 +192,7 @@ def _start_app(
     if auth is not AppAuth.NONE:
         secret_file = app_secret.path(folder)
         takes_secret = auth is AppAuth.SECRET
-        secret = app_secret.make(folder)
+        secret = app_secret.create(folder)
         gate = AppAuthenticator(
             source.identity.instance_name, secret, warnings_on_stderr("replay"), epoll, takes_secret=takes_secret
         )

@@ -403,13 +403,13 @@ class ReplaySession:
 
     def receive(self, data: bytes) -> Iterator[Event]:
         """Handle bytes from the app. Raises RemoteProtocolError, UpgradeFailedError, StateUnsavedError."""
-        was_heard = self._app.has_spoken
+        was_heard = self._app.has_sent
         self._reader.receive_data(data)
         while self.phase is not Phase.DONE and (event := self._reader.next_event()) is not None:
             if isinstance(event, Message):
                 yield from self._message(event)
             elif isinstance(event, BlobStart):
-                if not self._app.has_spoken:
+                if not self._app.has_sent:
                     self._check_kind(None)
                 self._require_asked()
             elif isinstance(event, BlobData):
@@ -421,7 +421,7 @@ class ReplaySession:
             yield NumbersDrawn(None)
 
     def _message(self, message: Message) -> Iterable[Event]:
-        if not self._app.has_spoken:
+        if not self._app.has_sent:
             self._check_kind(message)
             if message.message_type == MessageType.HELLO:
                 return ()

@@ -384,7 +384,7 @@ class _CheckedStream:
         before, self._checksum = self._checksum, crc64(batch.payload, self._checksum)
         if self._witness is not None:
             self._witness.compare_outputs(batch.first_position, batch.count, batch.payload)
-        self._guard(lambda: self._check.made(batch, before, self._checksum))
+        self._guard(lambda: self._check.add_made(batch, before, self._checksum))
         self._unproved.append((batch.first_position, batch.count))
         self.replayed_position = self._called_position = batch.last_position
         self._prove()
@@ -404,7 +404,7 @@ class _CheckedStream:
         return sum(count - max(0, self._proved_position - first + 1) for first, count in self._unproved)
 
     def add_impulses(self, impulses: OutputBatch) -> None:
-        self._guard(lambda: self._check.made(impulses, self._checksum, self._checksum))
+        self._guard(lambda: self._check.add_made(impulses, self._checksum, self._checksum))
         self.replayed_position = impulses.last_position
         self._prove()
 

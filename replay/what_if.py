@@ -422,7 +422,7 @@ class _Prover(_Looker):
             raise OutputDivergenceError(divergence)
 
     def _check(self, destination: str) -> OutputCheck:
-        return self._checks.setdefault(destination, OutputCheck(destination, differs=self._differs))
+        return self._checks.setdefault(destination, OutputCheck(destination, on_divergence=self._differs))
 
     @property
     def has_seen_enough(self) -> bool:
@@ -462,7 +462,7 @@ class _Prover(_Looker):
         before = self._marks.get(destination, OutputMark(0, 0)).checksum
         after = crc64(checked, before)
         self._marks[destination] = OutputMark(batch.last_position, after)
-        self._check(destination).made(batch, before, after)
+        self._check(destination).add_made(batch, before, after)
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
         if sequence_id is None:

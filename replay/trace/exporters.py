@@ -196,7 +196,7 @@ class _TraceEvents:
             "position": message.position,
             "size_bytes": message.size_bytes,
         }
-        name = message.effect_words or message.method
+        name = message.effect_text or message.method
         yield {"ph": "X", "name": name, **self._at(at_ns, width_ns), **receiver, "args": arguments}
         arrow = {"cat": "call", "name": "call", "id": f"{message.instance}/{message.sequence_id}:{message.index}"}
         yield {"ph": "s", **arrow, **self._at(message.sent_ns), **sender}

@@ -533,7 +533,7 @@ def home(tmp_path: Path) -> Path:
     folder = tmp_path / "home"
     folder.mkdir(mode=0o700)
     for name in ("vault", "ada", "eve"):
-        keys.make(folder / name, role=keys.Role.CLIENT)
+        keys.create(folder / name, role=keys.Role.CLIENT)
     return folder
 
 
