@@ -107,16 +107,16 @@ class InstanceClock:
         # Without the file, the whole time of the log counts as running time.
         spans = saved.spans if saved is not None and saved.spans else ((min(checkpoints_ns, default=0), logged_ns),)
         running = RunningTime(spans[:-1], *spans[-1])
-        running.begin(self._read_ns + clock.offset_ns)
+        running.start_span(self._read_ns + clock.offset_ns)
         return Timekeeper(clock, running, saved.steps if saved is not None else ())
 
     @property
     def running(self) -> RunningTime:
         return self._keeper.running
 
-    def take_events(self) -> list[ClockMoved]:
+    def pop_events(self) -> list[ClockMoved]:
         """Return clock events that the core must get before the next time."""
-        return self._keeper.take_events()
+        return self._keeper.pop_events()
 
     def now_ns(self, *, accept: bool = False) -> int:
         """Return the instance's time, ns since the Unix epoch. It never goes back."""
@@ -131,19 +131,19 @@ class InstanceClock:
         return reading.time_ns
 
     def _report(self, reading: Reading) -> None:
-        if reading.begun_ns is not None:
+        if reading.held_jump_ns is not None:
             self.jumps_count += 1
-            offset = _format_offset(reading.begun_ns)
+            offset = _format_offset(reading.held_jump_ns)
             self._log.warning(
                 f"the machine's clock is {offset} the instance's time: that goes on as before, until"
                 f" this has stood for {self._keeper.clock.hold_ns // 1_000_000_000} s, or"
                 f" 'immortal clock {self._name} --accept' says that it is right"
             )
-        if reading.taken_ns is not None:
-            then = "is stepped" if reading.taken_ns > 0 else "runs 5 % slower until the clock has caught up"
-            offset = _format_offset(reading.taken_ns)
+        if reading.accepted_jump_ns is not None:
+            then = "is stepped" if reading.accepted_jump_ns > 0 else "runs 5 % slower until the clock has caught up"
+            offset = _format_offset(reading.accepted_jump_ns)
             self._log.warning(f"the machine's clock is {offset} the instance's time, and believed now: that {then}")
-        if reading.ended:
+        if reading.jump_ended:
             self._log.info("the machine's clock agrees with the instance's time again")
 
     def wake_at(self, effect: WakeAt) -> None:
@@ -161,7 +161,7 @@ class InstanceClock:
 
     def tick(self) -> None:
         """Read the clocks when nothing happens. Call it every TICK_NS."""
-        self.running.reached(self.now_ns())
+        self.running.extend_to(self.now_ns())
         if self._read_ns - self._saved_ns >= SAVE_NS:
             self._save()
 

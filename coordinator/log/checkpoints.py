@@ -140,7 +140,7 @@ def half_written(view: View) -> Changes:
     return changes
 
 
-# Trimming: removes data that no kept checkpoint needs, in bounded steps (docs/decisions/0002-trim-in-steps.md).
+# Trimming: removes data that no kept checkpoint needs, in bounded steps (docs/decisions/0002-trim-in-bounded-steps.md).
 
 
 class Retention(Struct, frozen=True):

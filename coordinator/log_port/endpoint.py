@@ -178,7 +178,7 @@ class LogEndpoint:
 
     @property
     def _keep_since_ns(self) -> int | None:
-        return None if self._keep_ns is None else self._clock.running.before(self._keep_ns)
+        return None if self._keep_ns is None else self._clock.running.time_of_age(self._keep_ns)
 
     def renew_key(self) -> None:
         """Encrypt with a new data key from here on, and wrap all by the operator's present key, once it is read."""
@@ -199,13 +199,13 @@ class LogEndpoint:
         if self._writer is not None:
             self._inbox += self._writer.run_inline()
 
-    def request_standby_checkpoint(self, effect: ef.AskStandby) -> None:
+    def request_standby_checkpoint(self, effect: ef.RequestStandbyCheckpoint) -> None:
         store, names = self.store, [standby.name for standby in self.standbys if standby.is_ready]
         if store is not None and names:
             self._is_asked = True
             self._do(lambda: store.backend.request_standby_checkpoint(names[0], effect.checkpoint_id, effect.epoch))
 
-    def cancel_standby_request(self, effect: ef.DropAsked) -> None:
+    def cancel_standby_request(self, effect: ef.CancelStandbyRequest) -> None:
         if (store := self.store) is not None:
             self._is_asked = False
             self._do(store.backend.cancel_standby_request)

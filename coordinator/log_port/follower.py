@@ -197,7 +197,7 @@ class LogFollower(Mailbox[ev.Event]):
             if asked != self._checkpoint:
                 self._checkpoint = asked
                 if asked is not None:
-                    self._emit(ev.CheckpointAsked(asked.checkpoint_id, asked.epoch))
+                    self._emit(ev.StandbyCheckpointRequested(asked.checkpoint_id, asked.epoch))
             self._following.report_ready(is_ready=time.monotonic() - self._caught_up_s < CAUGHT_UP_S)
 
     def _grown(self, reader: LogReader, request: ef.ReadRecords) -> ev.Event | None:

@@ -84,7 +84,7 @@ class PeerEndpoint:
         # The windows of streams limit what is pending. No reply here has a callback, so all frames go to the server
         # loop, in order.
         self._messenger = Messenger(security=self.security.security, pending=None)
-        self.hold = self._messenger.hold
+        self.begin_turn = self._messenger.hold
         self.fileno = self._messenger.fileno
         # Deadlines on the monotonic clock, as of the last next_deadline_ns():
         self._messenger_due_ns: int | None = None

@@ -299,7 +299,7 @@ class Coordinator:
         if not (peers_ready and len(ready) == 1) or app.is_due(now_ns):
             inbox += app.process(ready)
         if self._machine.waits_for_app:
-            inbox += app.take_sent()
+            inbox += app.pop_sent_events()
         peers_due = peers_ready or (self._peers_due_ns is not None and now_ns >= self._peers_due_ns)
         if peers_due and peers.process(now_ns, ready=peers_ready):
             peers.audit(self._auditor, self._machine.view.refusals, now_ns)
@@ -312,7 +312,7 @@ class Coordinator:
             self._clock_due_ns = now_ns + TICK_NS
             self._clock.tick()
             self._log_endpoint.poll()
-            inbox += self._clock.take_events()
+            inbox += self._clock.pop_events()
         inbox += self._clock.due_events(now_ns)
         if self._stop_deadline_ns is not None and now_ns > self._stop_deadline_ns:
             self._stop_without_checkpoint()

@@ -404,13 +404,13 @@ def test_what_the_app_was_sent_is_told_when_it_is_asked_for(tmp_path: Path) -> N
                 endpoint.send(ef.SendToApp(data))
                 assert endpoint.flush() == []
             assert endpoint.sent_bytes == 8
-            assert endpoint.take_sent() == [ev.AppSent(8)]
-            assert endpoint.take_sent() == []
+            assert endpoint.pop_sent_events() == [ev.AppSent(8)]
+            assert endpoint.pop_sent_events() == []
             endpoint.send(ef.SendToApp(b"four"))
             endpoint.flush()
             app.shutdown(socket.SHUT_RDWR)
             assert endpoint.process(dict(epoll.poll(DEADLINE_S))) == [ev.AppClosed()]
-            assert endpoint.take_sent() == [], "the next app would be taken to have been sent that"
+            assert endpoint.pop_sent_events() == [], "the next app would be taken to have been sent that"
     finally:
         endpoint.close()
         epoll.close()

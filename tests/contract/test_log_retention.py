@@ -43,7 +43,7 @@ def kept_checkpoints(
     writer = LogWriter(store, keep_checkpoints=keep_checkpoints, keep_bytes=keep_bytes, inline_size_bytes_max=1 << 20)
     running = RunningTime(first_ns=now_ns - 400 * DAY_NS, last_ns=now_ns)
     try:
-        writer.trim(None if keep_log_days is None else running.before(keep_log_days * DAY_NS))
+        writer.trim(None if keep_log_days is None else running.time_of_age(keep_log_days * DAY_NS))
         waiting, begun = threading.Event(), time.monotonic()
         while writer.trimming:
             assert not waiting.wait(0.001)

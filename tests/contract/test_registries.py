@@ -232,7 +232,7 @@ def test_where_an_instance_has_gone_is_known_at_once_and_the_key_that_it_has_the
     keys.create(shared.machine("till").home / "till", Role.CLIENT)
     finder = Finder("shop", shared.url, identity="till")
     lease(postgres, there["a"])
-    following = finder.follow()
+    following = finder.watch_registry()
     assert following is not None
     try:
         for name in ("a", "b", "a"):
@@ -241,9 +241,9 @@ def test_where_an_instance_has_gone_is_known_at_once_and_the_key_that_it_has_the
             assert finder.find().server_keys[0] == public[name]
             assert len(finder.find().server_keys) == 2
         known = finder.find()
-        until(lambda: not following.moved(known))
+        until(lambda: not following.has_moved(known))
         lease(postgres, there["b"], tells=tells)
-        until(lambda: following.moved(known))
+        until(lambda: following.has_moved(known))
     finally:
         following.close()
 
@@ -280,19 +280,19 @@ def test_a_move_is_seen_though_another_process_of_the_machine_was_first_to_write
     keys.create(one.register("shop", PEER).folder)
     lease(postgres, PEER)
     finder = Finder("shop", shared.url)
-    following = finder.follow()
+    following = finder.watch_registry()
     assert following is not None
     try:
         until(lambda: finder.find().endpoints == (PEER,))
         known = finder.find()
-        until(lambda: not following.moved(known))
+        until(lambda: not following.has_moved(known))
         assert one.copy is not None
         other = shared_registry.Copy(shared.url, one.home, one.copy.machine)  # as another process has it
         lease(postgres, "tcp://127.0.0.1:7002", tells=False)
         other.refresh()
         assert finder.find().endpoints == ("tcp://127.0.0.1:7002",)
         postgres.execute("SELECT pg_notify('immortal', 'shop')", database=DATABASE)
-        until(lambda: following.moved(known))
+        until(lambda: following.has_moved(known))
     finally:
         following.close()
 
