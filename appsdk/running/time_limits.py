@@ -122,6 +122,7 @@ class Watchdog:
         elif self._left_at_s is not None and now_s - self._left_at_s >= LEFT_AFTER_S:
             why = "and the coordinator has ended the connection"
         if why and self._now_handling() == handling:  # it can have returned just now
+            self._say(encode_handling(msgspec.structs.replace(handling, for_s=for_s)))
             self._warn(
                 f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "
                 f"for {for_s:.1f} s, {why}: the process ends"
