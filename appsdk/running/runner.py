@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import select
 import signal
 import socket
 import sys
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from operator import attrgetter
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 
@@ -36,7 +37,7 @@ from immortal.appsdk.errors import (
 )
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.running import tracing
-from immortal.appsdk.running.life import AppLife, say, show
+from immortal.appsdk.running.life import AppLife, print_message, print_text
 from immortal.appsdk.running.options import (
     BREAK_VARIABLE,
     REWOUND_VARIABLE,
@@ -70,6 +71,25 @@ class _EndAtOnce:
         with contextlib.suppress(Exception):  # it can come in the middle of a print
             sys.stdout.flush()
         os._exit(self.status)
+
+
+class _Output(io.FileIO):
+    """Output that never fails: what a handler prints must not make its call fail, on a full disk or a closed pipe."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            while (written := super().write(data)) is None:  # another process has made the terminal non-blocking
+                select.select([], [self], [])
+            return written
+        return len(data)
+
+    @classmethod
+    def for_lines(cls, stream: TextIO) -> TextIO:
+        """Return a stream that writes each line at once to the file of ``stream``, also if that is no terminal."""
+        if not isinstance(stream, io.TextIOWrapper):
+            return stream
+        file = io.BufferedWriter(cls(stream.fileno(), "wb", closefd=False))
+        return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True)
 
 
 def load(target: str) -> type:
@@ -119,17 +139,17 @@ def load_or_report(target: str) -> type | None:
         if code is not None:
             code.check()
         for problem in hidden.problems():
-            say(target, f"warning: {problem}")
+            print_message(target, f"warning: {problem}")
         return cls
     except ImmortalError as error:
-        say(target, explain(error))
+        print_message(target, explain(error))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's module: with its own traceback
-        say(target, f"importing {target.rpartition(':')[0]!r} failed:")
-        show(user_traceback(error))
+        print_message(target, f"importing {target.rpartition(':')[0]!r} failed:")
+        print_text(user_traceback(error))
         for problem in hidden.problems_of(error):
-            say(target, problem)
+            print_message(target, problem)
     return None
 
 
@@ -172,7 +192,7 @@ def _run_connected(definition: Definition, connection: socket.socket, address: s
         options,
         waker.wake,
         send_from_other_thread=lambda message: transport.send_from_other_thread(message),
-        is_left=lambda: transport.is_left(),
+        is_disconnected=lambda: transport.is_disconnected(),
         coordinator=f" at {address}",
     )
     dispatcher = life.dispatcher
@@ -233,10 +253,12 @@ def _run_to_status(cls: type, address: str | None, options: RunOptions | None, s
         secret_file = secret_file or os.environ.get(SECRET_FILE_VARIABLE)
         run_connection(definition, address, options=options, secret_file=secret_file)
         if options.stop is not None and not options.stop.reached:
-            say(label, f"{options.stop} did not come: there was nothing to stop at")
+            print_message(label, f"{options.stop} did not come: there was nothing to stop at")
         return EXIT_DONE
     except ImmortalError as error:
-        say(label, str(error) if isinstance(error, DeterminismError) else explain(error, cls))  # it has the lines
+        print_message(
+            label, str(error) if isinstance(error, DeterminismError) else explain(error, cls)
+        )  # it has the lines
         return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -262,12 +284,12 @@ def check_determinism(definition: Definition, label: str, *, strict: bool) -> No
         problem = f"the search for what a replay would not repeat failed: {error!r}"
         if strict:
             raise DefinitionError(f"{problem} (--strict: without it the app starts all the same)") from error
-        say(label, f"warning: {problem}")
+        print_message(label, f"warning: {problem}")
         return
     if findings and strict:
         raise DeterminismError(findings)
     for finding in findings:
-        say(label, f"warning: {finding}")
+        print_message(label, f"warning: {finding}")
 
 
 def run(cls: type, address: str | None = None) -> NoReturn:
@@ -311,13 +333,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"start the debugger at the handler of this record's message; default: ${BREAK_VARIABLE}",
     )
     options = parser.parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # output of handlers is visible at once, also in a file
+    sys.stdout, sys.stderr = _Output.for_lines(sys.stdout), _Output.for_lines(sys.stderr)
     try:
         distribution.refuse_another()
         how = run_options(strict=options.strict, trace=options.trace, stop=options.stop)
     except ImmortalError as error:
-        say(options.target, str(error))
+        print_message(options.target, str(error))
         return EXIT_NOT_RUNNABLE
     try:
         cls = load_or_report(options.target)
