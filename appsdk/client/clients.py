@@ -97,7 +97,9 @@ class Proxy:
             raise UsageError(f"{whose!r} is keyed, so a call must name the key: {whose}[key].{name}(...)")
         if definition is None:
             method: Method = NamedMethod(name, is_of_key=bool(self._immortal_front))
-        elif (method := self._immortal_methods.get(name)) is None:
+        elif name in self._immortal_methods:
+            method = self._immortal_methods[name]
+        else:
             method = self._immortal_methods[name] = typed_method(definition, name)
         made = self._immortal_method(method)
         setattr(self, name, made)
