@@ -135,7 +135,7 @@ def is_first_time(context: Context, task: Any) -> bool:
         return False
     queries = context.tasks.queries
     if not queries.is_live:
-        return bool(context.tasks.starts_first)
+        return bool(context.tasks.is_first_start)
     return (context.sequence_id, context.message_index) > queries.passed or context.sequence_id < 0
 
 
@@ -207,7 +207,7 @@ class FailureReporter:
         if not isinstance(error, tuple(effect.options.raises.values())):
             level, trace = "error", user_traceback(error)
             remedy = f"its handler has EffectFailed: mend what {effect.function.name} needs, and call that again"
-        record, caller = "{}:{}".format(*task.began_at), caller_in_words(task.caller)
+        record, caller = "{}:{}".format(*task.started_by), caller_in_words(task.caller)
         # only the handlers' thread counts handles
         arguments = "(...)" if task.tasks.codec(task.handler).may_hold_handles else task.described_arguments
         self._write(level, instance, text, task.name, arguments, caller, record, remedy, trace)

@@ -122,6 +122,7 @@ class Watchdog:
         elif self._disconnected_at_s is not None and now_s - self._disconnected_at_s >= DISCONNECT_GRACE_S:
             why = "and the coordinator has ended the connection"
         if why and self._current_handling() == handling:  # it can have returned just now
+            self._send(encode_handling(msgspec.structs.replace(handling, for_s=for_s)))
             self._warn(
                 f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "
                 f"for {for_s:.1f} s, {why}: the process ends"

@@ -313,6 +313,22 @@ def test_names_of_queries() -> None:
     assert "no handler 'subtract' (its handlers: add, total)" in str(nothing.outcome)
 
 
+@pytest.mark.parametrize("name", ["total[key]", "@query.total[key]"])
+def test_keys_of_a_class_that_is_keyed_or_not(name: str) -> None:
+    """A plain handler would take the key as its first argument."""
+    talk = opened()
+    call, unknown = talk.call(name), talk.call("x[key]")
+    talk.welcome(methods={4: "A.total"}, queries=[4])
+    assert talk.types == []
+    assert "'a' has no keys, its class is not keyed: call 'a' without [...]" in str(call.outcome)
+    assert "'a' has no handler 'x' (its handlers: total)" in str(unknown.outcome)
+    talk = opened()
+    call, plain = talk.call(name), talk.call("total")
+    talk.welcome(methods={4: "A[key].total"}, queries=[4])
+    assert talk.types == ["REQUEST"]
+    assert (call.method, plain.method) == (4, 4)
+
+
 def test_an_instance_that_names_no_queries() -> None:
     talk = opened()
     call = talk.call("@query.add")
