@@ -27,7 +27,7 @@ from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import SOCKET_FILE_NAME as CONTROL_SOCKET_FILE_NAME
 from immortal.protocol import distribution
 from immortal.protocol.command_line import counted
-from immortal.protocol.files import COORDINATOR_FILE_NAME, ProcessFile, openness, read_living
+from immortal.protocol.files import COORDINATOR_FILE_NAME, ProcessFile, describe_open_access, read_living
 
 AREA = Area.HOME
 LOG_FOLDER_NAME = "log"
@@ -88,7 +88,7 @@ def _check_folder(folder: Path) -> Iterator[Finding]:
             AREA, f"{folder} can't be looked at: {error.strerror}", "nothing in it can be used", "see its modes"
         )
         return
-    if openness(folder) is not None:
+    if describe_open_access(folder) is not None:
         mode = f"{folder} has mode {stat.S_IMODE(status.st_mode):04o}: others can write in it"
         why = "they could put their own keys, addresses and settings there: it is refused"
         yield problem(AREA, mode, why, f"look at what is in it, then: chmod go-w {shlex.quote(str(folder))}")

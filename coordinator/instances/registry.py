@@ -54,9 +54,9 @@ from immortal.protocol.files import (
     PUBLIC_FILE_MODE,
     acquire_lock,
     describe_lock_holder,
+    describe_open_access,
     make_folder,
     open_lock,
-    openness,
 )
 from immortal.protocol.safe_output import did_you_mean
 
@@ -221,7 +221,7 @@ class Registry:
     @contextlib.contextmanager
     def synchronized(self) -> Iterator[None]:
         """Keep the copy of a shared registry up to date while the context is open."""
-        with contextlib.nullcontext() if self.copy is None else self.copy.kept():
+        with contextlib.nullcontext() if self.copy is None else self.copy.synced():
             yield
 
     def _assign_ports(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class Registry:
 
     def refuse_open_folder(self, name: str) -> None:
         """Raise RegistryError if others can write to the folder of ``name``."""
-        problem = openness(self.home / name)
+        problem = describe_open_access(self.home / name)
         if problem is not None:
             raise RegistryError(problem)
 
@@ -293,7 +293,7 @@ class Registry:
         """Raise RegistryError if others can write to the home. Checked once, so that a running process continues."""
         if self._are_modes_checked:
             return
-        problem = openness(self.home)
+        problem = describe_open_access(self.home)
         if problem is not None:
             raise RegistryError(f"the registry folder {problem}")
         self._are_modes_checked = True
@@ -393,7 +393,7 @@ def _share(path: Path, text: str | None) -> bool:
     if copy is None:
         return False
     part = shared_registry.SETTINGS if is_settings else shared_registry.PARTS[path.name]
-    copy.put(path.stem if is_settings else path.parent.name, part, text)
+    copy.write_file(path.stem if is_settings else path.parent.name, part, text)
     return True
 
 
