@@ -35,7 +35,7 @@ _READ_SIZE_BYTES = 64 << 10
 
 
 class AppProcess:
-    """Running app. ``descriptors`` are readable when it has written output (:meth:`take_output`) or has died."""
+    """Running app. ``descriptors`` are readable when it has written output (:meth:`read_output`) or has died."""
 
     def __init__(self, command: AppCommand, address: str, secret_file: Path, code_notes: Path) -> None:
         """Start the app. ``secret_file``: holds the secret that the app must prove at ``address``. ``code_notes``: file
@@ -89,7 +89,7 @@ class AppProcess:
             said = bytes(self._head[-(TAIL_SIZE_BYTES - len(said)) :]) + said
         return said[-TAIL_SIZE_BYTES:].decode("utf-8", "replace")
 
-    def take_output(self) -> None:
+    def read_output(self) -> None:
         """Read the output that the app has written since the last call."""
         while self._output is not None:
             try:
@@ -125,7 +125,7 @@ class AppProcess:
             if self.wait(KILL_AFTER_S) is None:
                 self.send(signal.SIGKILL)
                 self._process.wait()
-        self.take_output()
+        self.read_output()
         os.close(self._death)
         if self._process.stdout is not None:
             self._process.stdout.close()

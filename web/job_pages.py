@@ -114,11 +114,11 @@ def picture(request: Request) -> Response:
     return Response(parts[number]["chart"], media_type="image/svg+xml")
 
 
-def _app(text: str, what: str) -> str:
+def _app(text: str, name: str) -> str:
     try:
         app = check_app(text.strip())
     except ConfigError as error:
-        raise WebError(f"{what}: {error}") from None
+        raise WebError(f"{name}: {error}") from None
     return app
 
 

@@ -474,8 +474,8 @@ class _Words:
         one = self._simulation.services[service]
         return {**one.recorded.methods, **one.player.methods}
 
-    def kind_of(self, one: Difference) -> tuple[str, str]:
-        return self.kind(one.service, one.destination, one.message)
+    def kind_of(self, difference: Difference) -> tuple[str, str]:
+        return self.kind(difference.service, difference.destination, difference.message)
 
     def kind(self, service: str, destination: str, message: bytes) -> tuple[str, str]:
         return kind_of_call(service, destination, message, self._methods(service))
@@ -493,17 +493,20 @@ class _Words:
         place, sides = _place(one.place), self._sides(one)
         return CallDifference(number, one.service, one.kind, *self.kind_of(one), *place, one.time_ns, *sides, one.cause)
 
-    def _sides(self, one: Difference) -> tuple[str | None, str | None]:
+    def _sides(self, difference: Difference) -> tuple[str | None, str | None]:
         """Return the call in the record and the call under the change."""
-        methods = self._methods(one.service)
-        old, new = (None if call is None else call_text(call, one.destination, methods) for call in (one.old, one.new))
+        methods = self._methods(difference.service)
+        old, new = (
+            None if call is None else call_text(call, difference.destination, methods)
+            for call in (difference.old, difference.new)
+        )
         return old, new
 
-    def _input(self, one: Difference) -> str:
+    def _input(self, difference: Difference) -> str:
         """Describe the message that caused it, and the message that began its execution if that is another one."""
-        service = self._simulation.services[one.service]
-        made = self._message(service, one.place)
-        began = None if one.began in (None, one.place) else self._message(service, one.began)
+        service = self._simulation.services[difference.service]
+        made = self._message(service, difference.place)
+        began = None if difference.began in (None, difference.place) else self._message(service, difference.began)
         return "".join((f": {made}" if made else "", f", in {began}" if began else ""))
 
     def _message(self, service: Service, place: Place | None) -> str | None:

@@ -195,7 +195,7 @@ class Draws:
         at = self._find(number)
         return None if at is None else self._tasks[at] or None
 
-    def began(self, task: int | None) -> Place | None:
+    def start_of_task(self, task: int | None) -> Place | None:
         """Return the place of the message that began an execution; None if it began before the run."""
         at = None if task is None else self._find(task)
         if at is None or self._tasks[at]:

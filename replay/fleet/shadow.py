@@ -123,7 +123,7 @@ class Shadow:
         self._reader = reader
         self._new = new
         self._mark = mark
-        self._begin_ns = begin_ns
+        self._start_ns = begin_ns
         self._emit = emit
         self._note = note
         self._steps: Screening | None = None
@@ -148,7 +148,7 @@ class Shadow:
         summary, mark = self._reader.summary(), self._mark
         if mark.behind >= 0 and not any(one.sequence_id >= mark.behind for one in usable_checkpoints(summary)):
             return
-        route = first_checkpoint(self._reader, self._begin_ns or NOW_NS, mark.behind)
+        route = first_checkpoint(self._reader, self._start_ns or NOW_NS, mark.behind)
         own = code_at_end(self._registry.load(self.name), summary, route)
         kept = kept_code.code_at(self._folder, summary.last_sequence_id)
         digest = "" if kept is None else kept.digest
@@ -161,7 +161,7 @@ class Shadow:
         if -1 < mark.reported < steps.sequence_id:
             text += f"; records {mark.reported + 1} to {steps.sequence_id} are not compared"
         self._mark = Mark(max(mark.reported, steps.sequence_id), -1)
-        self._steps, self._digest, self._begin_ns, self._reported_gap, self._retry_s = steps, digest, None, "", 0.0
+        self._steps, self._digest, self._start_ns, self._reported_gap, self._retry_s = steps, digest, None, "", 0.0
         self._emit(Note(self.name, text, follows=True))
 
     def round(self) -> bool:

@@ -73,7 +73,7 @@ class _SpanSender(Generic[T]):
     _to: Send
     _positions: Positions
     _wait: Callable[[float], bool]
-    _say: Callable[[str], None]
+    _report: Callable[[str], None]
     _spans: Spans = field(init=False, default_factory=Spans)
     sent: int = field(init=False, default=0)
 
@@ -97,7 +97,7 @@ class _SpanSender(Generic[T]):
                 self.sent += send_all(spans, self._to)
                 return False
             except LogViewError as error:
-                self._say(f"{error}; it is tried again")
+                self._report(f"{error}; it is tried again")
                 if self._wait(delay_s):
                     return True
                 delay_s = min(2 * delay_s, RETRY_S_MAX)
@@ -113,7 +113,7 @@ class Follower(_SpanSender[Source]):
                 return True
             for source in self._logs:
                 for problem in source.problems:
-                    self._say(f"left out: {problem}")
+                    self._report(f"left out: {problem}")
                 source.problems.clear()
                 source.first = (source.last or 0) + 1
             self._positions.note(self._logs)
@@ -125,7 +125,7 @@ class Follower(_SpanSender[Source]):
         for source in self._logs:
             begin, (first_kept, end) = source.first or 0, source.reader.ends()
             if begin < first_kept:
-                self._say(f"left out: {source.instance}: records {begin} to {first_kept - 1} were trimmed before")
+                self._report(f"left out: {source.instance}: records {begin} to {first_kept - 1} were trimmed before")
                 begin = source.first = first_kept
             source.last = min(end, begin + ROUND_RECORDS_MAX - 1)
             any_new = any_new or source.last >= begin

@@ -188,13 +188,13 @@ class Spans:
         for begun in () if waits is None else waits.timers(since_ns, told_ns, message.sequence_id):
             yield self._wait("timer", begun, message, message.time_ns)
 
-    def _wait(self, kind: Literal["effect", "timer"], begun: StartedWait, message: Executed, end_ns: int) -> Span:
-        own = message.instance, message.committer_id, begun.number
-        parent_id = None if begun.handler is None else handler_id(*own[:2], *begun.handler)
+    def _wait(self, kind: Literal["effect", "timer"], wait: StartedWait, message: Executed, end_ns: int) -> Span:
+        own = message.instance, message.committer_id, wait.number
+        parent_id = None if wait.handler is None else handler_id(*own[:2], *wait.handler)
         trace_id = None if parent_id is None else self._traces.get(parent_id)
         attributes: dict[str, str | int] = {
             "immortal.instance": message.instance,
-            "immortal.began_record": begun.sequence_id,
+            "immortal.began_record": wait.sequence_id,
             "immortal.record": message.sequence_id,
             "immortal.message": message.index,
             "immortal.moment": moment_path(message.instance, message.sequence_id, message.index),
@@ -202,13 +202,13 @@ class Spans:
         }
         return Span(
             message.instance,
-            f"effect {begun.name}" if kind == "effect" else "timer",
+            f"effect {wait.name}" if kind == "effect" else "timer",
             kind,
             trace_id or _digest("trace of wait", *own, size_bytes=16),
             _digest("wait", *own, size_bytes=8),
             parent_id if trace_id is not None else None,
-            begun.time_ns,
-            max(begun.time_ns, end_ns),
+            wait.time_ns,
+            max(wait.time_ns, end_ns),
             attributes,
         )
 
@@ -281,10 +281,10 @@ class DrawCollector:
 
 
 class Waits:
-    """Open waits of one instance. ``told`` returns the replay's next draws, by records; None: none so far."""
+    """Open waits of one instance. ``next_draws`` returns the replay's next draws, by records; None: none so far."""
 
-    def __init__(self, told: Callable[[], RecordDraws | None]) -> None:
-        self._told = told
+    def __init__(self, next_draws: Callable[[], RecordDraws | None]) -> None:
+        self._next_draws = next_draws
         self._next: RecordDraws | None = None
         self._handlers: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._effects: OrderedDict[int, StartedWait] = OrderedDict()
@@ -307,7 +307,7 @@ class Waits:
 
     def _advance(self, before: int) -> None:
         while True:
-            drawn = self._next or self._told()
+            drawn = self._next or self._next_draws()
             self._next = None
             if drawn is None:
                 return
