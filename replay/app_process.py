@@ -386,7 +386,7 @@ def write_rows(app: str, blob: Path, out: Path, code: Path | None = None) -> Non
 
 def method_names(app: str) -> dict[tuple[str, int], str]:
     """Return the method names of the class ``app``: (destination, method ID) to a name. Raises ReplayError."""
-    found: list[tuple[str, int, str]] = _inspect("methods", app, what="the class")
+    found: list[tuple[str, int, str]] = _inspect("methods", app, subject="the class")
     return {(destination, method_id): name for destination, method_id, name in found}
 
 
@@ -397,17 +397,17 @@ def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str,
     return list(_inspect("unanswered", app, str(blob), code=code))
 
 
-def _inspect(*arguments: str, what: str = "the state", code: Path | None = None) -> Any:
+def _inspect(*arguments: str, subject: str = "the state", code: Path | None = None) -> Any:
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"), **code_environment(code)}
     command = [sys.executable, "-P", "-m", "immortal.appsdk.running.inspection", *arguments]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip()
-        raise ReplayError(f"{what} can't be inspected: {said or f'status {done.returncode}'}")
+        raise ReplayError(f"{subject} can't be inspected: {said or f'status {done.returncode}'}")
     try:
         return decoding.load_json(done.stdout)
     except ValueError as error:
-        raise ReplayError(f"{what} can't be inspected: the answer is not JSON: {error}") from None
+        raise ReplayError(f"{subject} can't be inspected: the answer is not JSON: {error}") from None
 
 
 def methods_of(registered: str | None, given: str | None) -> Methods | None:

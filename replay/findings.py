@@ -104,7 +104,7 @@ class Executions:
             while len(known) > NUMBERS_MAX:
                 del known[next(iter(known))]
 
-    def of(self, message: bytes) -> Key | None:
+    def input_of(self, message: bytes) -> Key | None:
         """Return the input that began the handler waiting for ``message`` (an answer or an effect's result)."""
         rpc = rpc_of(message)
         if rpc.kind == RpcKind.CALL and rpc.method_id != EFFECT_METHOD_ID:

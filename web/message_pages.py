@@ -172,12 +172,12 @@ def _timings(
     settings: InstanceSettings, committer_id: int, found: Message, record: Mapping[str, Any]
 ) -> list[tuple[str, int]]:
     """List durations that the instance noted beside the log for a message: (name, ns)."""
-    of_record = Timings(settings.folder / FOLDER_NAME, committer_id).of(found.sequence_id)
+    of_record = Timings(settings.folder / FOLDER_NAME, committer_id).record_timing(found.sequence_id)
     if of_record is None:
         return []
     begins = accumulate((batch["count"] for batch in record.get("sources", ())), initial=0)
     first = max(begin for begin in begins if begin <= found.index)  # of its batch
-    timing = of_record.of(found.index, first, found.time_ns, None if found.source else found.sent_ns)
+    timing = of_record.message_timing(found.index, first, found.time_ns, None if found.source else found.sent_ns)
     ends = {
         "Queue": (timing.arrived_ns, timing.began_ns or timing.given_ns),
         "Disk": (timing.submitted_ns, timing.durable_ns),

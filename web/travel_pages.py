@@ -83,7 +83,7 @@ def travel(request: Request) -> Response:
         problem=problem,
         note=note,
         at=at or (overview["last"], 0),
-        notes=site.notes.of(settings.name),
+        notes=site.notes.of_instance(settings.name),
     )
 
 

@@ -357,10 +357,10 @@ def _outcome(
         if _is_client(one, simulation) and one.kind != "moved":
             setattr(clients, one.kind, getattr(clients, one.kind) + 1)
             if len(clients.examples) < SHOWN_MAX:
-                clients.examples.append(words.of(number))
+                clients.examples.append(words.text_of(number))
     for service in simulation.services.values():
         state = states[service.name]
-        because = "its input is the same" if service.why is None else words.of(service.why)
+        because = "its input is the same" if service.why is None else words.text_of(service.why)
         found = [] if state is None else list(islice(differences(*state), None if details else SHOWN_MAX + 1))
         services.append(
             ServiceOutcome(
@@ -480,7 +480,7 @@ class _Words:
     def kind(self, service: str, destination: str, message: bytes) -> tuple[str, str]:
         return kind_of_call(service, destination, message, self._methods(service))
 
-    def of(self, number: int) -> str:
+    def text_of(self, number: int) -> str:
         """Describe a difference: the message that caused it, the call then and now."""
         one = self._simulation.differences[number]
         record, message = _place(one.place)
@@ -522,7 +522,7 @@ class _Words:
     def first(self, service: Service) -> First | None:
         for number, one in enumerate(self._simulation.differences):
             if one.service == service.name:
-                return First(*_place(one.place), time_text(one.time_ns), self.of(number))
+                return First(*_place(one.place), time_text(one.time_ns), self.text_of(number))
         return None
 
 
@@ -536,7 +536,7 @@ def _tree(simulation: Simulation, words: _Words) -> list[Consequence]:
         path = (*above[: DEPTH_MAX - 1], key) if above[-1:] != (key,) else above
         paths.append(path)
         if path not in nodes:
-            nodes[path] = Consequence(*key, 0, words.of(number), [])
+            nodes[path] = Consequence(*key, 0, words.text_of(number), [])
             (nodes[path[:-1]].then if path[:-1] else roots).append(nodes[path])
         nodes[path].count += 1
     return roots

@@ -202,7 +202,7 @@ class Draws:
             return None
         return self._records[bisect_right(self._firsts, at) - 1], self._details[at]
 
-    def of(self, sequence_id: int, index: int) -> Iterator[RandomDraw]:
+    def draws_of(self, sequence_id: int, index: int) -> Iterator[RandomDraw]:
         """Yield all numbers of the execution that the message began, its own first."""
         at = self.starts(sequence_id).get(index, -1)
         while at >= 0:

@@ -107,11 +107,11 @@ def _tree_lines(nodes: Sequence[Consequence], depth: int) -> Iterator[str]:
         yield from _tree_lines(one.then, depth + 1)
 
 
-def _list_lines(title: str, rows: Sequence[Mapping[str, str]], what: str) -> Iterator[str]:
+def _list_lines(title: str, rows: Sequence[Mapping[str, str]], noun: str) -> Iterator[str]:
     if rows:
         yield ""
         yield f"{title}: {len(rows)}"
-        yield from (f"  {row['service']}: {row[what]}: {row['outcome']}" for row in rows[:SHOWN_MAX])
+        yield from (f"  {row['service']}: {row[noun]}: {row['outcome']}" for row in rows[:SHOWN_MAX])
         if len(rows) > SHOWN_MAX:
             yield "  ..."
 

@@ -291,15 +291,18 @@ class Shadow:
             self._emit_found(record, "other", self.name, "", None, found.other)
         self.report_progress()  # so that a process after this one does not find them again
 
-    def _text(self, steps: Screening, record: LoggedRecord, one: Difference, to: str, methods: Methods) -> str:
+    def _text(self, steps: Screening, record: LoggedRecord, difference: Difference, to: str, methods: Methods) -> str:
         """Describe a call that differs: the message that makes it, and what began that; the call then and now."""
-        made = self._message(record, one.place, methods)
-        player = steps.old if one.new is None else steps.new
-        began = player.start_of_call(number_of_awaited(self.name, rpc_of(one.message)))
-        if began is not None and began != one.place:
+        made = self._message(record, difference.place, methods)
+        player = steps.old if difference.new is None else steps.new
+        began = player.start_of_call(number_of_awaited(self.name, rpc_of(difference.message)))
+        if began is not None and began != difference.place:
             made = f"{made}, in {self._message(record, began, methods)}"
-        was, now = (None if each is None else call_text(each, one.destination, methods) for each in (one.old, one.new))
-        return f"{made} -> {to}: {difference_text(one.kind, was, now)}"
+        was, now = (
+            None if each is None else call_text(each, difference.destination, methods)
+            for each in (difference.old, difference.new)
+        )
+        return f"{made} -> {to}: {difference_text(difference.kind, was, now)}"
 
     def _message(self, record: LoggedRecord, place: Place, methods: Methods) -> str:
         """Describe a message that came to the service, in this record or an earlier one."""

@@ -74,7 +74,7 @@ class ReplayedCauses:
                 self._streams[instance, destination] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return [f"{instance}: {note}" for note in result.notes]
 
-    def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+    def cause_of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         rows = self._streams.get((caller, receiver))
         if rows is None:
             return None

@@ -108,7 +108,7 @@ class Follower(_SpanSender[Source]):
 
     def _round(self) -> bool:
         while self._choose():
-            spans = [span for message in by_time(self._logs) for span in self._spans.of(message)]
+            spans = [span for message in by_time(self._logs) for span in self._spans.spans_of(message)]
             if self._send(spans):
                 return True
             for source in self._logs:
@@ -143,7 +143,7 @@ class ShadowFollower(_SpanSender[ShadowReplay]):
         self._spans = Spans(self)
         self._waiting: list[tuple[float, Executed]] = []  # (waiting since, message)
 
-    def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+    def cause_of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         """Return the cause of a call, like :class:`immortal.replay.trace.spans.Causes`."""
         log = self._by_name.get(caller)
         cause = None if log is None else log.cause(receiver, position)[1]
@@ -173,7 +173,7 @@ class ShadowFollower(_SpanSender[ShadowReplay]):
             waiting, self._waiting = self._waiting, []
             for since_s, message in waiting:
                 if now_s - since_s >= GRACE_S or self._is_ready(message):
-                    spans += self._spans.of(message)
+                    spans += self._spans.spans_of(message)
                 else:
                     self._waiting.append((since_s, message))
             moved = 0 < len(self._waiting) < len(waiting)

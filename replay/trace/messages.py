@@ -70,7 +70,7 @@ class RecordTiming(Struct):
     arrived: dict[int, int] = field(default_factory=dict)  # by the index of a batch's first message
     handled: dict[int, tuple[int, int]] = field(default_factory=dict)  # by message
 
-    def of(self, message: int, first_of_batch: int, time_ns: int, accepted_ns: int | None) -> MessageTiming:
+    def message_timing(self, message: int, first_of_batch: int, time_ns: int, accepted_ns: int | None) -> MessageTiming:
         """Return the times of one message. ``time_ns``: of the record, the time of its submission. ``accepted_ns``:
         when the coordinator accepted the message, if the log says so."""
         submitted = self.commit.first_ns
@@ -104,7 +104,7 @@ class Timings:
         self._segments = {writer: list(self._open(folder, writer, committer_id)) for writer in (COORDINATOR, APP)}
         self._known: tuple[int, RecordTiming | None] = (-1, None)
 
-    def of(self, sequence_id: int) -> RecordTiming | None:
+    def record_timing(self, sequence_id: int) -> RecordTiming | None:
         """Return the timing of a record; None if nothing is known about it."""
         if self._known[0] != sequence_id:
             self._known = sequence_id, self._read(sequence_id)
@@ -326,7 +326,7 @@ def executed(source: Source, record: DecodedRecord, next_ns: int | None) -> Iter
     """Yield the messages of one record. ``next_ns``: the time of the next record."""
     instance, time_ns = source.instance, record.trailer.time_ns
     share = None if next_ns is None else max(next_ns - time_ns, 0) // max(len(record.messages), 1)
-    timing = None if source.timings is None else source.timings.of(record.header.sequence_id)
+    timing = None if source.timings is None else source.timings.record_timing(record.header.sequence_id)
     for index, message in enumerate(record.messages):
         kind, rpc = message.source.kind, message.rpc
         caller = message.source.name or instance
@@ -361,7 +361,7 @@ def _timing(timing: RecordTiming, message: DecodedMessage, index: int, time_ns: 
     batch = message.source
     is_own = batch.kind in (BatchKind.IMPULSES, BatchKind.INITIAL) or not batch.name
     first_of_batch = index - (message.position - batch.first_position)
-    return timing.of(index, first_of_batch, time_ns, batch.send_time_ns if is_own else None)
+    return timing.message_timing(index, first_of_batch, time_ns, batch.send_time_ns if is_own else None)
 
 
 def _name(kind: int, rpc: IncomingRpc | None, methods: Methods) -> str:

@@ -55,7 +55,7 @@ class Span(Struct, frozen=True):
 class Causes(Protocol):
     """Source of the causes of calls; see :mod:`immortal.replay.trace.causes`."""
 
-    def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+    def cause_of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         """Return the message that caused a call: (the caller's committer ID, record, message); None if unknown."""
 
     def waits(self, instance: str) -> Waits | None:
@@ -87,7 +87,7 @@ class Spans:
 
     def all_of(self, messages: Iterable[Executed]) -> Iterator[Span]:
         for message in messages:
-            yield from self.of(message)
+            yield from self.spans_of(message)
         yield from self.rest()
 
     def rest(self) -> Iterator[Span]:
@@ -95,7 +95,7 @@ class Spans:
         while self._open:
             yield self._open.popitem(last=False)[1]
 
-    def of(self, message: Executed) -> Iterator[Span]:
+    def spans_of(self, message: Executed) -> Iterator[Span]:
         """Yield the spans that this message completes; a handler with a waiting caller is not complete yet."""
         if message.answers is not None and (waited := self._open.pop(message.answers, None)) is not None:
             yield replace(waited, end_ns=max(message.sent_ns, waited.start_ns), is_answered=True)
@@ -219,7 +219,7 @@ class Spans:
             return parent_id, of_caller
         if self._causes is None:
             return None, None
-        cause = self._causes.of(message.caller, message.instance, message.position)
+        cause = self._causes.cause_of(message.caller, message.instance, message.position)
         if cause is None:
             return None, None
         span_id = handler_id(message.caller, *cause)

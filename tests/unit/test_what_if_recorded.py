@@ -56,11 +56,11 @@ def test_draws_are_found_by_what_began_the_execution(records: list[list[int]]) -
         draws.add(sequence_id, drawn)
     assert draws.waited == waited
     for place, chain in chains.items():
-        assert list(draws.of(*place)) == chain
+        assert list(draws.draws_of(*place)) == chain
         assert draws.start_of_task(chain[0].number) == place
         assert [draws.task_of(one.number) for one in chain[1:]] == [chain[0].number] * (len(chain) - 1)
         assert draws.task_of(chain[0].number) is None
-    assert list(draws.of(len(records), 0)) == []
+    assert list(draws.draws_of(len(records), 0)) == []
     assert draws.start_of_task(7) is None
 
 

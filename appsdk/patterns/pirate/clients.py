@@ -174,9 +174,9 @@ def connect(
     )
 
 
-def _names(given: Sequence[str], what: str) -> tuple[str, ...]:
+def _names(given: Sequence[str], parameter: str) -> tuple[str, ...]:
     if isinstance(given, str) or not given or not all(isinstance(one, str) for one in given):
-        raise TypeError(f"{given!r}: a list of {what} was expected, with one at least")
+        raise TypeError(f"{given!r}: a list of {parameter} was expected, with one at least")
     return tuple(dict.fromkeys(given))
 
 
