@@ -57,9 +57,9 @@ def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s
     if bool(subjects) == lists:
         raise click.UsageError("give either the IDs of the persons to forget, or --list")
     if lists:
-        everyone = list(personal_keys.everyone())
+        everyone = list(personal_keys.all_persons())
         gone = [one for one in everyone if one.forgotten]
-        left = [one.subject for one in gone if personal_keys.is_left(one.subject)]
+        left = [one.subject for one in gone if personal_keys.has_leftover_key(one.subject)]
         if as_json:
             dates = {one.subject: one.forgotten for one in gone}
             echo_json({"forgotten": dates, "known": len(everyone) - len(gone), "left": left})

@@ -27,7 +27,7 @@ from immortal.coordinator.operator import control
 from immortal.coordinator.service.supervisor import RESTART_SIGNAL
 from immortal.presenters.status import operator_name
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
-from immortal.protocol.files import ProcessFile, is_living, is_near
+from immortal.protocol.files import ProcessFile, is_living, shares_pid_namespace
 
 STOP_TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and for processes that do not end
 PATIENCE_S = 2.0  # before the command prints what it waits for
@@ -58,7 +58,7 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
     is_followed = False
     with contextlib.suppress(LogError):  # a database that is away keeps nobody from stopping
         is_followed = place.is_shared and place.is_followed()  # a follower that takes over does not follow any more
-    with _Process(found) if is_near(found) else _Elsewhere(settings, found) as process:
+    with _Process(found) if shares_pid_namespace(found) else _Elsewhere(settings, found) as process:
         process.send(signal.SIGTERM)
         waiting = _Waiting(settings, "stopped", timeout_s)
         while not process.has_ended(STOP_POLL_S):

@@ -97,7 +97,7 @@ def run(
         app_command,
         app_stdin,
         coordinator_command,
-        supervised,
+        supervised_settings,
     )
     from immortal.coordinator.service.process import STATUS_FENCED, start_turn
     from immortal.coordinator.service.supervisor import Supervisor
@@ -122,7 +122,7 @@ def run(
         upgrade_mark.write(settings.folder, msgspec.structs.replace(mark, app=app))  # registered once it is durable
     elif not follow:
         settings = registry.remember_app(name, app)
-    own = supervised(override(settings, **given_options(options)))
+    own = supervised_settings(override(settings, **given_options(options)))
     if ensure_machine_keys(own, registry):
         echo(f"{name}: made keys for this machine")
     registry.refuse_open_folder(name)
