@@ -205,7 +205,7 @@ def event(name: str, kind: Any = Any) -> Any:
     Each signal wakes one handler: the one that has waited longest. Raises UsageError.
     """
     task = _task("event")
-    return Event(task, _own_event("immortal.event", name, task.key), task.tasks.event_decoder(kind))
+    return Event(task, _event_of_key("immortal.event", name, task.key), task.tasks.event_decoder(kind))
 
 
 def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]:
@@ -316,7 +316,7 @@ effect = Effects()
 # --- for all handlers -------------------------------------------------------------------------------------------------
 
 
-def _beside_a_coordinator(found: Any, what: str) -> Any:
+def _require_coordinator(found: Any, what: str) -> Any:
     """Return ``found``, a part of a Context. Raises UsageError if it is None."""
     if found is None:
         raise UsageError(f"immortal.{what}: this instance does not run beside a coordinator")
@@ -330,10 +330,10 @@ def signal(name: str, value: Any = None) -> None:
     """
     task = _runner("signal")
     if isinstance(task, Context):
-        name = name if task.present is None else _own_event("immortal.signal", name, task.present.key)
-        _beside_a_coordinator(task.tasks, "signal").signal(name, value)
+        name = name if task.present is None else _event_of_key("immortal.signal", name, task.present.key)
+        _require_coordinator(task.tasks, "signal").signal(name, value)
         return
-    name = _own_event("immortal.signal", name, task.key)
+    name = _event_of_key("immortal.signal", name, task.key)
     encoded = encode_signal(name, value)
     if task.is_silent:
         return
@@ -345,7 +345,7 @@ def signal(name: str, value: Any = None) -> None:
     tasks.events.signal(name, encoded)
 
 
-def _own_event(what: str, name: str, key: Any) -> str:
+def _event_of_key(what: str, name: str, key: Any) -> str:
     """Return the full name of an event; with a ``key`` it differs from that of other keys. Raises UsageError."""
     name = event_name(what, name)
     return name if key is None else f"{key!r}: {name}"
@@ -392,7 +392,7 @@ def multicast(targets: Iterable[type[A]]) -> type[A]:
         given = [cls if one is TaskSelf or type(one) is TaskSelf else one for one in given]
         destinations: Any = TaskMulticast(found, destinations_of(context, given))
     else:
-        multicasts = _beside_a_coordinator(found.multicasts, "multicast")
+        multicasts = _require_coordinator(found.multicasts, "multicast")
         if multicasts.proxies is None:
             multicasts.proxies = MulticastCache(found)
         destinations = multicasts.proxies.of(targets)
@@ -437,7 +437,7 @@ def _nodes(what: str) -> Any:
             f"immortal.{what}: an async handler touches no nodes, as others change them while it waits: move this into "
             f"a 'def' handler (@rpc) and await immortal.step(self.<handler>, ...)"
         )
-    return _beside_a_coordinator(found.nodes, what)
+    return _require_coordinator(found.nodes, what)
 
 
 def create_node(cls: Callable[P, N], /, *args: P.args, **kwargs: P.kwargs) -> type[N]:

@@ -202,7 +202,7 @@ class Outbox:
         self._repeated: dict[str, int] = {}
         self._reports: list[bytes] = []
         self.collected: list[tuple[str, list[bytes]]] | None = None  # takes all batches, none is sent
-        self.only_reports = False  # :meth:`take` returns only reports
+        self.only_reports = False  # :meth:`pop_chunks` returns only reports
         self.holder: Any = (
             None  # an immortal.appsdk.ordering.multicasts.Multicasts that may hold calls back; None: nothing does
         )
@@ -428,14 +428,14 @@ class Outbox:
             self._close(batch)
         self._open.clear()
 
-    def take(self) -> list[Chunk]:
+    def pop_chunks(self) -> list[Chunk]:
         """Return the output to send now, for the caller to own: with impulses, or only reports if ``only_reports``."""
         if self.only_reports:
             reports: list[Chunk] = [*self._reports]
             self._reports = []
             return reports
         self.close_batches()
-        for batch in self.impulses.take():
+        for batch in self.impulses.pop_batches():
             self._append(MessageType.IMPULSE_BATCH, batch)
         if self.impulses.checkpoint_wanted:
             self.impulses.checkpoint_wanted = False
@@ -540,7 +540,7 @@ class ImpulseQueue:
             self.checkpoint_wanted = True
         self._wake()
 
-    def take(self) -> list[Batch]:
+    def pop_batches(self) -> list[Batch]:
         """Return the batches to be sent now, in order."""
         if not self._batches:  # read without the lock: a thread that appends wakes the connection afterwards
             return []

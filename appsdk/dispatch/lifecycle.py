@@ -82,7 +82,7 @@ class Life:
         """Restore the instance from a checkpoint, while it comes in. Return its envelope and its state; no state if
         the class has tables. Raises StateError, JournalError."""
         front = yield from blob.view(FRONT.size)
-        front = yield from blob.take(envelope_size_bytes(front))
+        front = yield from blob.read(envelope_size_bytes(front))
         envelope, _ = decode_envelope(front)
         self._use(restoring_class(self._main_definition, envelope))
         context = self._context
@@ -177,7 +177,7 @@ class Life:
         if schema.serializer != "own":
             schema.encode_attributes(self.instance)
         for table in self.tables:
-            if (problem := table.unstored()) is not None:
+            if (problem := table.storage_problem()) is not None:
                 raise problem
 
     @property

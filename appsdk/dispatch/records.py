@@ -127,7 +127,7 @@ class Records:
             return
         if self.can_rewind():
             raise SingleStepNeededError(first)
-        self.guard.give_up()  # the next checkpoint reports it
+        self.guard.suspend()  # the next checkpoint reports it
 
     def _check_one(self, message: bytes, index: int) -> None:
         """Check the state after one message that was handled alone. Raises HandlerError."""
@@ -427,7 +427,7 @@ class Rewinds:
     def _replay(self, copy: Copy, records: Iterable[Record], passed: tuple[int, int]) -> None:
         """Handle ``records`` on top of the copy. ``passed``: the last (record, message) that was handled before."""
         tasks = self._context.tasks
-        self.copies.failed()
+        self.copies.expect_failures()
         tasks.note_rewind()
         tasks.effects.pause()
         tasks.queries.passed = passed
@@ -453,7 +453,7 @@ class Rewinds:
         try:
             blob = b"".join(self._life.encode())
         except StateError:
-            self.copies.copy_failed()  # the next checkpoint reports it
+            self.copies.note_failed_copy()  # the next checkpoint reports it
             return
         self.take_copy((blob,))
 

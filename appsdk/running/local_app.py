@@ -154,4 +154,4 @@ class LocalApp:
 
     def close(self) -> None:
         self.dispatcher.outbox.impulses.close("the app has stopped")
-        self.dispatcher.tasks.clear_away()
+        self.dispatcher.tasks.discard_all()

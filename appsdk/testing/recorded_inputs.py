@@ -183,7 +183,7 @@ class Times:
         self._due = [recorded.due_ns(one) for one in sequence_ids]
         self._end_ns = end_ns
 
-    def when_told(self, due_ns: int) -> int | None:
+    def fires_at_ns(self, due_ns: int) -> int | None:
         """Return when a timer that is due goes off: when the log told the time, if one was due by then; None: never."""
         was_due_ns = self._due[max(0, bisect_right(self._times, due_ns) - 1)]
         if was_due_ns is None or was_due_ns > due_ns:

@@ -260,7 +260,7 @@ class _SampledApp(LocalApp):
     @property
     def _told_ns(self) -> int | None:
         due_ns = self.dispatcher.next_due_ns
-        return None if due_ns is None else self._times.when_told(due_ns)
+        return None if due_ns is None else self._times.fires_at_ns(due_ns)
 
     @property
     def next_due_ns(self) -> int | None:
@@ -405,7 +405,7 @@ class _SampleWorld(World):
             text = f"the sample stops{where}: {type(error).__name__}: {error}"
             raise ReplayError(f"{text}: keep other inputs, or give an earlier --to") from error
         finally:
-            self.clear_away()
+            self.discard_tasks()
 
     def _apps_due_ns(self) -> int | None:
         due = [node.app.next_due_ns for node in self.nodes.values() if node.app is not None]

@@ -239,7 +239,7 @@ class Orders:
             return tasks.restart(order)  # type: ignore[no-any-return]
         task: Task | None = tasks.waiting(order.task)
         ends = order.verb in ("cancel", "terminate")
-        if task is None and ends and (name := tasks.give_up(order.task, order.text)) is not None:
+        if task is None and ends and (name := tasks.cancel_queued(order.task, order.text)) is not None:
             return True, f"{name} was cancelled before its turn"
         if task is None:
             return False, f"no handler {order.task} waits: it has ended, or there never was one"

@@ -110,7 +110,7 @@ class Task(Owner):
         "_copies",
         "_described",
         "_error",
-        "_is_cleared_away",
+        "_is_detached",
         "_is_running",
         "_rebuild",
         "_resumed_count",
@@ -145,7 +145,7 @@ class Task(Owner):
         self._stopped: Stopped | None = None
         self._abandoned: Abandoned | None = None
         self._rebuild: Rebuild | None = None
-        self._is_running = self._is_cleared_away = False
+        self._is_running = self._is_detached = False
         self._described = ""
         self._streams: dict[tuple[bytes, bytes], random.Random] | None = None
         self.origin_results = _NO_RESULTS
@@ -436,14 +436,14 @@ class Task(Owner):
         if operation.number:
             self.tasks.register(operation)
 
-    def clear_away(self, *, closes: bool = True) -> None:
+    def detach(self, *, closes: bool = True) -> None:
         """Remove the handler from its place: actions of its coroutines when they are closed have no effect."""
-        self._is_cleared_away = True
+        self._is_detached = True
         if closes:
             self._close()
 
     def forget(self, operation: Operation) -> None:
-        if self._is_cleared_away:
+        if self._is_detached:
             return
         self.pending.pop(operation.step, None)
         if operation.number:

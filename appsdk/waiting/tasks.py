@@ -98,10 +98,10 @@ class Tasks(Host):
         if saved is not None:
             self.restore(saved)
 
-    def clear_away(self) -> None:
+    def discard_all(self) -> None:
         """Clear away the waiting handlers: they are not needed any more."""
         for task in self._tasks.values():
-            task.clear_away()
+            task.detach()
 
     # --- waiting handlers -------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Tasks(Host):
 
     def restore(self, saved: SavedTasks) -> None:
         """Run all saved waiting handlers again. Raises JournalError."""
-        self.clear_away()
+        self.discard_all()
         self._queue.clear()
         self.next_announced = None
         self.ready.clear()
@@ -286,7 +286,7 @@ class Tasks(Host):
             self.clock.forget(deadline.number)
             self.cancel(task, f"it has not ended within {task.handler.timeout}", DEADLINE)
 
-    def give_up(self, number: int, reason: str) -> str | None:
+    def cancel_queued(self, number: int, reason: str) -> str | None:
         """Remove a call that waits for its turn; return the name of its handler, None if there is no such call."""
         call = self.limits.queued.pop(number, None)
         if call is None:
@@ -365,7 +365,7 @@ class Tasks(Host):
     def _discard(self, task: Task) -> None:
         """End a handler so that none of its code runs any more, not even a 'finally'."""
         task.drop_pending()
-        task.clear_away(closes=False)
+        task.detach(closes=False)
         _discarded.append(task.main)
         self._remove(task)
 
@@ -399,7 +399,7 @@ class Tasks(Host):
         if calls:
             self.cancel(calls[0], reason, f"its caller, {caller or 'the instance itself'}")
         elif waits is not None:
-            self.give_up(waits, reason)
+            self.cancel_queued(waits, reason)
         self.answers.answer_value(Caller(caller, number, CANCEL_CALL_METHOD_ID), found)
         self.drain()
 
