@@ -38,7 +38,7 @@ class Context:
     __slots__ = (
         "_streams",
         "_streams_of",
-        "carries",
+        "carries_handles",
         "committer_id",
         "definition",
         "handlers",
@@ -75,7 +75,7 @@ class Context:
         self.present: Any = None  # an immortal.appsdk.handlers.keys.KeyContext while an object of a key runs
         self.nodes: Any = None  # an immortal.appsdk.nodes.nodes.Nodes, or None as for tasks
         self.reporter: Any = None  # an immortal.appsdk.handlers.log.FailureReporter, or None: failures are not reported
-        self.carries = False  # True if a handle was encoded: the message that is sent now can contain it
+        self.carries_handles = False  # True if a handle was encoded: the message that is sent now can contain it
         self.instance_name = ""  # the caller's name in calls that wait for an answer
         self.sites = CallSites()
         self.run_contexts = RunContexts(self)

@@ -92,7 +92,7 @@ class Search:
         self.rules = Rules()
         self._packages = tuple(_package_of(app) for app in apps)
         self._sources: dict[str, Source] = {}
-        self._seen: set[tuple[object, ...]] = set()
+        self._visited: set[tuple[object, ...]] = set()
         self._waiting: list[tuple[FunctionType, Value]] = []
         self._findings: dict[Finding, None] = {}
 
@@ -156,8 +156,8 @@ class Search:
             key += (id(shape(receiver.hint)[0]), receiver.of_state, receiver.waits)
         elif isinstance(receiver, Known) and isinstance(receiver.value, type):
             key += (id(receiver.value),)
-        if key not in self._seen:
-            self._seen.add(key)
+        if key not in self._visited:
+            self._visited.add(key)
             self._waiting.append((function, receiver))
 
     def default_calls(self, cls: type) -> Iterator[tuple[str, Value]]:

@@ -101,7 +101,7 @@ class Accounts:
 
     def count_outgoing(self, destination: str, data: bytes) -> None:
         """Count the handles in data that is sent to ``destination`` now. Raises UsageError."""
-        self._context.carries = False
+        self._context.carries_handles = False
         own_name = self._context.instance_name
         to = destination or own_name
         found = handles_in(data)

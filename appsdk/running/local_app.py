@@ -142,13 +142,13 @@ class LocalApp:
     def _snapshot(self, pieces: Iterable[bytes]) -> None:
         """Send at once what a child process would send beside the handlers."""
         for piece in pieces:
-            self._say((encode_message(MessageType.SNAPSHOT_CHUNK, piece),))
-        self._say((encode_message(MessageType.SNAPSHOT_END, b""),))
+            self._append_output((encode_message(MessageType.SNAPSHOT_CHUNK, piece),))
+        self._append_output((encode_message(MessageType.SNAPSHOT_END, b""),))
 
     def take_output(self) -> None:
-        self._say(self.dispatcher.data_to_send())
+        self._append_output(self.dispatcher.data_to_send())
 
-    def _say(self, chunks: Iterable[Chunk]) -> None:
+    def _append_output(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             self.output += chunk
 

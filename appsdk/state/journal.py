@@ -144,14 +144,14 @@ def _unencodable(error: BaseException, parts: Mapping[str, Any], problem: Except
     return f"{type(error).__name__} can't be sent to who waits: {problem}"
 
 
-def decode_raised(raises: Mapping[str, type[Exception]], where: str, data: bytes) -> Exception:
-    """Decode the exception that ``where`` raised, or that says why it could not be called.
+def decode_raised(raises: Mapping[str, type[Exception]], subject: str, data: bytes) -> Exception:
+    """Decode the exception that ``subject`` raised, or that says why it could not be called.
 
-    Raises msgspec.DecodeError, LookupError for an exception that ``where`` does not declare.
+    Raises msgspec.DecodeError, LookupError for an exception that ``subject`` does not declare.
     """
     name, arguments, attributes = _decode_raised(data)
-    if (failed := decode_failed(where, name, arguments)) is not None:
+    if (failed := decode_failed(subject, name, arguments)) is not None:
         return failed
     if (cls := raises.get(name)) is None:
-        raise LookupError(f"it raised {name}; here {where} declares {', '.join(raises) or 'nothing'}")
+        raise LookupError(f"it raised {name}; here {subject} declares {', '.join(raises) or 'nothing'}")
     return made(cls, arguments, attributes)
