@@ -90,11 +90,12 @@ class Context:
         self._streams: dict[tuple[bytes, bytes], random.Random] = {}
         self._streams_of = (-1, 0)
 
-    def require_handler_thread(self, what: str) -> None:
+    def require_handler_thread(self, function_name: str) -> None:
         if threading.get_ident() != self.thread_id:
             raise UsageError(
-                f"immortal.{what} is for handlers: it is part of what a replay repeats. In a hook or thread of your "
-                f"own use Python's modules 'time', 'random', 'uuid', and send what the app is to know as an impulse"
+                f"immortal.{function_name} is for handlers: it is part of what a replay repeats. In a hook or thread "
+                f"of your own use Python's modules 'time', 'random', 'uuid', and send what the app is to know as an "
+                f"impulse"
             )
 
     def now_ns(self) -> int:

@@ -76,15 +76,15 @@ class Accounts:
 
     # --- checks before use --------------------------------------------------------------------------------------------
 
-    def require_usable(self, owner: str, key: Key, what: str) -> None:
+    def require_usable(self, owner: str, key: Key, subject: str) -> None:
         """Check that a handle can be used. Raises UsageError."""
         if owner != self._context.instance_name:
             if not self.holder.holds(owner, key):
-                raise self._refused(f"{what}: {self._why_not(owner, key)}")
+                raise self._refused(f"{subject}: {self._why_not(owner, key)}")
             return
         grant = self.owner.grants.get(key)
         if grant is None or grant.stage == Stage.ENDED:
-            raise self._refused(f"{what}: it was destroyed or revoked")
+            raise self._refused(f"{subject}: it was destroyed or revoked")
 
     def _why_not(self, owner: str, key: Key) -> str:
         one = self.holder.held.get((owner, key))

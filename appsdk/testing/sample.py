@@ -285,7 +285,7 @@ class _StandIn(OutsideApp):
         self._due: list[tuple[int, int, str, bytes]] = []
         self._numbers = itertools.count()
 
-    def called(self, rpc: IncomingRpc) -> None:
+    def handle_call(self, rpc: IncomingRpc) -> None:
         if rpc.rpc_type != RpcType.ASYNC:
             return
         caller, number, *rest = decoding.decode(rpc.arguments)

@@ -370,12 +370,14 @@ def make_node_call(
 # Values of signals, from the sender to the waiter.
 
 
-def event_name(what: str, name: object) -> str:
-    """Return an event's name as a plain str. ``what``: for messages. Raises UsageError."""
+def event_name(function_name: str, name: object) -> str:
+    """Return an event's name as a plain str. ``function_name``: for messages. Raises UsageError."""
     if not isinstance(name, str):
-        raise UsageError(f"{what}({name!r}): the name of an event is a str")
+        raise UsageError(f"{function_name}({name!r}): the name of an event is a str")
     if not is_encodable(name):
-        raise UsageError(f"{what}({name!r}): the name of an event is text that can be encoded, without lone surrogates")
+        raise UsageError(
+            f"{function_name}({name!r}): the name of an event is text that can be encoded, without lone surrogates"
+        )
     return str.__str__(name)
 
 
