@@ -149,7 +149,7 @@ def argument_mismatch(codec: ArgumentCodec, error: BaseException, data: bytes, f
 # --- the message itself -----------------------------------------------------------------------------------------------
 
 
-def failure_in_words(verdict: Verdict) -> str:
+def describe_failure(verdict: Verdict) -> str:
     """Return a verdict as text: "KeyError: 'pepper'", or the kind of failure."""
     return ": ".join(filter(None, (verdict.type_name, verdict.text))) or verdict.kind.name.lower()
 

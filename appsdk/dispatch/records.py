@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import failure_in_words, method_of, rpc_of, waiting_caller
+from immortal.appsdk.calls.failures import describe_failure, method_of, rpc_of, waiting_caller
 from immortal.appsdk.dispatch.events import Event, Flush, HandlerTimeSamples, OutputReady
 from immortal.appsdk.dispatch.lifecycle import Life
 from immortal.appsdk.dispatch.verdicts import (
@@ -320,7 +320,7 @@ class Records:
         caller, arguments = waiting_caller(message), rpc.arguments
         if caller is not None:
             arguments = encoder.encode(decoding.decode(arguments, type=list[Raw])[2:])
-        executions.note_handled_call(context, handler, arguments, caller, {}, "failed", failure_in_words(verdict))
+        executions.note_handled_call(context, handler, arguments, caller, {}, "failed", describe_failure(verdict))
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
         """End the wait of a handler for a message that is skipped, so that it does not wait for ever."""

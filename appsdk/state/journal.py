@@ -101,16 +101,16 @@ class Described(Protocol):
     def detail(self) -> int: ...
 
 
-def described(one: Described) -> str:
+def describe_operation(one: Described) -> str:
     """Return an entry or operation as text, for people."""
     if one.what == TIMER:
         return f"timer for {datetime_of(one.detail).isoformat()}"
     return f"{one.what} (arguments {one.detail & 0xFFFFFFFF:08x})" if one.detail else one.what
 
 
-def in_words(one: Described) -> str:
+def describe_wait(one: Described) -> str:
     """Return what is waited for as text, without the checksum of its arguments."""
-    return described(one) if one.what == TIMER else one.what
+    return describe_operation(one) if one.what == TIMER else one.what
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------

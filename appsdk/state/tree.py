@@ -22,7 +22,7 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from immortal.appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks, in_words
+from immortal.appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks, describe_wait
 from immortal.appsdk.types.registry import find_codec, show_custom
 
 Tree = Any
@@ -344,4 +344,4 @@ def _task_columns(task: SavedTask, decoded: Callable[[bytes], Any]) -> Row:
 def _wait_columns(pending: Pending) -> Row:
     first = pending.what.partition(" ")[0]
     kind = "timer" if pending.what == TIMER else first if first in _KINDS else "other"
-    return {"kind": kind, "waits_for": in_words(pending), "step": pending.step}
+    return {"kind": kind, "waits_for": describe_wait(pending), "step": pending.step}
