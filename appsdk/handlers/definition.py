@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -113,9 +114,10 @@ def range_of(key: object) -> int:
     return int.from_bytes(hashlib.blake2b(str(key).encode(), digest_size=8).digest(), "big") % RANGES
 
 
-def block_of(number: int, shards: int) -> int:
-    """Return the shard in whose block a range is, from 1 to ``shards``; of one shard, which has no number, 0."""
-    return number * shards // RANGES + 1 if shards > 1 else 0
+@functools.cache
+def blocks(shards: int) -> tuple[int, ...]:
+    """Return the shard of each range: from 1 to ``shards``, a block for each; of one shard, which has no number, 0."""
+    return tuple(number * shards // RANGES + 1 if shards > 1 else 0 for number in range(RANGES))
 
 
 def shard_of(key: object, shards: int) -> int:
@@ -124,7 +126,7 @@ def shard_of(key: object, shards: int) -> int:
     >>> [shard_of(name, 3) for name in ("ann", "kim", "joe")]
     [1, 2, 3]
     """
-    return block_of(range_of(key), shards) or 1
+    return blocks(shards)[range_of(key)] or 1
 
 
 def shard_name(name: str, number: int, shards: int) -> str:

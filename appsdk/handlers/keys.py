@@ -156,8 +156,8 @@ class Keys(Moving):
             raise StateError(
                 f"{name} began as shard {self.shard} of {self.shards}, and is started as {given[0]} of {given[1]}; "
                 f"the app stops\n"
-                f"  Nothing has changed. Set count = {self.shards}; 'immortal shards NAME --count {given[1]}' changes it "
-                f"while the service runs"
+                f"  Nothing has changed. Set count = {self.shards}, and start it again: then 'immortal shards NAME "
+                f"--count {given[1]}' moves the keys"
             )
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from msgspec import Struct, field
 
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.errors import StateError
+from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler, query, rpc
-from immortal.appsdk.handlers.definition import RANGES, block_of, range_of, shard_name
+from immortal.appsdk.handlers.definition import blocks, range_of, shard_name
 from immortal.appsdk.state.schema import Transient
 from immortal.appsdk.state.table import Table
 from immortal.protocol import decoding
@@ -28,9 +28,8 @@ from immortal.protocol.client_frames import Caller
 from immortal.protocol.messages import RpcType
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
 
-STEP_SIZE_BYTES = 256 << 10  # of rows that are given at once: the shard handles nothing else meanwhile
-STEP_ROWS_MAX = 2000  # ... and their number
-STEP_RANGES_MAX = 256
+STEP = (1024, 2000, 256 << 10)
+"""Ranges, rows and their bytes that a shard gives at once, at most: meanwhile it handles nothing else."""
 WAITING_SHOWN_MAX = 20
 _EVENT_OF_KEY = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+): """)
 
@@ -85,7 +84,7 @@ class Moving:
     def owner(self, number: int) -> int:
         """Return the shard that has a range, as far as this shard knows."""
         found = None if self.moves is None else self.moves.owners.get(number)
-        return block_of(number, self.shards) if found is None else found
+        return blocks(self.shards)[number] if found is None else found
 
     def way(self, number: int) -> int | None:
         """Return the shard through which a message for a range goes; None: it is for this shard, now."""
@@ -177,37 +176,50 @@ class Moving:
     # --- moves --------------------------------------------------------------------------------------------------------
 
     @rpc
-    def immortal_begin(self, count: int) -> None:
-        """Prepare for another number of shards: from here on calls of other ranges are forwarded, and not refused."""
+    def immortal_begin(self, count: int) -> int:
+        """Prepare for another number of shards: from here on calls of other ranges are forwarded, and not refused.
+
+        Return the version of the class."""
         if self.moves is None:
             self.shard = 0 if self.shards == 1 else self.shard
             self.moves = Moves(count)
         self.moves.count = count
+        return self._version
+
+    @property
+    def _version(self) -> int:
+        version: int = self._immortal_definition.version
+        return version
 
     @rpc
-    def immortal_give(self) -> tuple[int, list[str]]:
-        """Give some ranges to their new shards; return how many are left, and the handlers for which others wait."""
+    def immortal_give(self, version: int, ranges_max: int, rows_max: int, size_bytes_max: int) -> tuple[int, list[str]]:
+        """Give some ranges to their new shards; return how many are left, and the handlers for which others wait.
+
+        The limits can be exceeded by the last range, whose rows come in parts of ``size_bytes_max``. ``version``: that
+        the class of all shards had when the move began: a shard that was upgraded since must not give to older ones."""
         moves, events = self.moves, self._immortal_context.tasks.events
         assert moves is not None
+        if version != self._version and self._leaving():
+            return 0, [f"the upgrade of all shards to version {self._version}"]
         leaving, waiting, signals = self._leaving(), self._waiting(), _grouped(events.kept, _range_of_event)
         free = [number for number in leaving if number not in waiting and number not in moves.detours]
         parcels: dict[int, Parcel] = {}
         rows_count = size_bytes = 0
-        for number in free[:STEP_RANGES_MAX]:
+        is_full = False
+        for number in free[:ranges_max]:
             to = moves.owners[number] = leaving.pop(number)
             for key in sorted(self._keys_by_range().pop(number, ())):
                 parcel = parcels.setdefault(to, Parcel())
                 if (data := self.keys.take_raw(key)) is not None:  # else it was forgotten
                     parcel.rows.append((key, data))
                     rows_count, size_bytes = rows_count + 1, size_bytes + len(data)
-                if size_bytes >= STEP_SIZE_BYTES:  # more of a large range follows
+                if size_bytes >= size_bytes_max:
                     self._send(to, parcels.pop(to))
-                    size_bytes = 0
-                    rows_count = STEP_ROWS_MAX
+                    size_bytes, is_full = 0, True
             parcel = parcels.setdefault(to, Parcel())
             parcel.ranges.append(number)
             parcel.signals.update({name: events.take(name) for name in signals.get(number, ())})
-            if rows_count >= STEP_ROWS_MAX:
+            if is_full or rows_count >= rows_max:
                 break
         for to, parcel in parcels.items():
             self._send(to, parcel)
@@ -215,10 +227,9 @@ class Moving:
         return len(leaving) - len(held), held[:WAITING_SHOWN_MAX]
 
     def _send(self, to: int, parcel: Parcel) -> None:
-        version = self._immortal_definition.version
-        self._tell(to, Moving.immortal_take, self.shard, version, parcel.ranges, parcel.rows, parcel.signals)
+        self._tell(to, Moving.immortal_take, self.shard, self._version, parcel.ranges, parcel.rows, parcel.signals)
 
-    @rpc(on_error="stop")
+    @rpc
     def immortal_take(
         self,
         source: int,
@@ -228,11 +239,15 @@ class Moving:
         signals: dict[str, list[bytes]],
     ) -> None:
         """Take ``ranges`` from the shard ``source``, whose rows have come up to these."""
-        own = self._immortal_definition.version
-        if version != own:
-            raise StateError(f"rows of version {version} came from shard {source}, and this one has version {own}")
+        newer = [one for one in self._immortal_definition.chain if one.version > version]
         for key, data in rows:
-            self.keys.put_raw(key, data)
+            if newer:
+                one = newer[-1].upgrades.state().tables["keys"].decode(data)
+                for definition in reversed(newer):
+                    one = definition.objects.cls.upgrade(one)
+                self.keys.settle(key, one)
+            else:
+                self.keys.put_raw(key, data)
             self.note_key(key)
         for name, values in signals.items():
             self._immortal_context.tasks.events.put(name, values)
@@ -246,22 +261,22 @@ class Moving:
         """Learn the new owners of all ranges, if this shard has all of its own, and no others; else return False."""
         moves = self.moves
         assert moves is not None
-        before = {number: self.owner(number) for number in range(RANGES)}
-        after = {number: block_of(number, moves.count) for number in before}
-        if any((before[number] == self.shard) != (after[number] == self.shard) for number in before):
+        before, after = self._owners(), blocks(moves.count)
+        changed = [number for number, to in enumerate(after) if to != before[number]]
+        if any(self.shard in (before[number], after[number]) for number in changed):
             return False
         self.shards = moves.count
         moves.owners.clear()
-        changed = [number for number in before if before[number] != after[number] and number not in moves.detours]
-        for via, ranges in _grouped(changed, before.__getitem__).items():
+        direct = [number for number in changed if number not in moves.detours]
+        for via, ranges in _grouped(direct, before.__getitem__).items():
             self._take_detour(ranges, via)
         return True
 
     @query
     def immortal_shard(self) -> dict[str, Any]:
         """Describe this shard for people and scripts."""
-        moves, own = self.moves, [number for number in range(RANGES) if self.owner(number) == self.shard]
-        found: dict[str, Any] = {"shard": self.shard, "shards": self.shards, "keys": len(self.keys), "ranges": len(own)}
+        moves, ranges = self.moves, self._owners().count(self.shard)
+        found: dict[str, Any] = {"shard": self.shard, "shards": self.shards, "keys": len(self.keys), "ranges": ranges}
         if moves is not None:
             waiting = self._waiting()
             leaving = self._leaving()
@@ -270,11 +285,19 @@ class Moving:
             found |= {"waiting": [text for number, text in waiting.items() if number in leaving]}
         return found
 
+    def _owners(self) -> list[int]:
+        """Return the shard of each range, as far as this shard knows."""
+        found = list(blocks(self.shards))
+        for number, to in () if self.moves is None else self.moves.owners.items():
+            found[number] = to
+        return found
+
     def _leaving(self) -> dict[int, int]:
         """Return the new shards of the ranges that this shard has and must give."""
         assert self.moves is not None
-        planned = {number: block_of(number, self.moves.count) for number in range(RANGES)}
-        return {one: to for one, to in planned.items() if to != self.shard and self.owner(one) == self.shard}
+        planned = blocks(self.moves.count)
+        mine = [number for number, owner in enumerate(self._owners()) if owner == self.shard]
+        return {number: planned[number] for number in mine if planned[number] != self.shard}
 
     def _waiting(self) -> dict[int, str]:
         """Return ranges whose handlers wait, each with one of these: they stay until it has ended."""
@@ -288,9 +311,7 @@ class Moving:
 
     def _keys_by_range(self) -> dict[int, set[Any]]:
         if self.rows_by_range is None:
-            self.rows_by_range = {
-                number: set(keys) for number, keys in _grouped(self.keys.keys(), range_of).items()
-            }
+            self.rows_by_range = {number: set(keys) for number, keys in _grouped(self.keys.keys(), range_of).items()}
         found: dict[int, set[Any]] = self.rows_by_range
         return found
 
@@ -325,19 +346,20 @@ def change_count(
 ) -> list[str]:
     """Move all ranges from ``before`` shards to ``count``; return the handlers for which some still wait.
 
-    ``call(shard, handler, *arguments)`` calls a handler of a shard. ``start`` starts the new shards. ``pause`` waits for
-    a moment, or returns False: then the rest stays for the next call of this function."""
+    ``call(shard, handler, *arguments)`` calls a handler of a shard. ``start`` starts the new shards. ``pause`` waits
+    for a moment, or returns False: then the rest stays for the next call of this function. Raises UsageError."""
     old = shard_numbers(before)
     for shard in old:
         call(shard, Moving.immortal_begin, count)
     start()
     shards = sorted({*old, *shard_numbers(count)})
-    for shard in shards:
-        call(shard, Moving.immortal_begin, count)
+    versions = {call(shard, Moving.immortal_begin, count) for shard in shards}
+    if len(versions) > 1:
+        raise UsageError(f"the shards have the versions {sorted(versions)}: upgrade all of them first")
     while True:
-        given = [call(shard, Moving.immortal_give) for shard in shards]
+        given = [call(shard, Moving.immortal_give, *versions, *STEP) for shard in shards]
         waiting = [text for _, texts in given for text in texts]
         if not any(left for left, _ in given):
-            settled = not waiting and all([call(shard, Moving.immortal_settle) for shard in shards])
+            settled = not waiting and all(call(shard, Moving.immortal_settle) for shard in shards)
             if settled or not pause():
                 return waiting

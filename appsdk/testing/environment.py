@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, overload
@@ -109,10 +109,13 @@ class Environment:
             started[number] = self._start(one, shard_name(name, number, shards), effects)
         return Shards(name, started, shards)
 
-    def change_shards(self, shards: Shards[T], count: int) -> list[str]:
+    def change_shards(
+        self, shards: Shards[T], count: int, *, meanwhile: Callable[[], object] = lambda: None
+    ) -> list[str]:
         """Move the keys of a keyed class to another number of instances, as 'immortal shards NAME --count' does.
 
-        Return the handlers for which some keys still wait; a further call moves them. Raises as :meth:`run`.
+        Return the handlers for which some keys still wait; a further call moves them. ``meanwhile`` is called before
+        each step of the move, for example to send calls. Raises as :meth:`run`.
         """
         __tracebackhide__ = True
         one = next(iter(shards.started.values()))
@@ -125,6 +128,7 @@ class Environment:
 
         def call(number: int, handler: Any, *arguments: Any) -> Any:
             name = shards.started[number].name
+            meanwhile()
             sent = self._world.outside.call(name, handler, arguments)
             return Pending(self._world, one.definition, handler, sent).result()
 

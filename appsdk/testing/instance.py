@@ -15,7 +15,7 @@ from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import ImpulseQueue, Write
 from immortal.appsdk.errors import Disconnected, UsageError
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.handlers.definition import block_of, definition_of, range_of
+from immortal.appsdk.handlers.definition import blocks, definition_of, range_of
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.local_app import LocalApp
@@ -316,7 +316,7 @@ class Shards(Generic[T]):
         return [self.started[number] for number in sorted(self.started)]
 
     def __getitem__(self, key: Any) -> OfKey[T]:
-        return self.started[block_of(range_of(key), self.count)][key]
+        return self.started[blocks(self.count)[range_of(key)]][key]
 
     @property
     def keys(self) -> dict[Any, T]:
