@@ -42,8 +42,8 @@ class CallText:
 
     method_id: int
     kind: int
-    front: str
-    behind: str
+    prefix: str
+    suffix: str
 
     @classmethod
     def of(cls, rpc: IncomingRpc, *, is_msgpack: bool, size_max: int | None = ARGUMENTS_SIZE_MAX) -> CallText:
@@ -53,9 +53,9 @@ class CallText:
         return cls(rpc.method_id, rpc.kind, *_around_name(rpc, is_msgpack, size_max))
 
     def with_method(self, name: str | None) -> str:
-        if self.method_id == system_methods.EFFECT_METHOD_ID and self.front:  # this text already names the effect
-            return self.front
-        return f"{self.front}{name or f'method {self.method_id}'}{self.behind}"
+        if self.method_id == system_methods.EFFECT_METHOD_ID and self.prefix:  # this text already names the effect
+            return self.prefix
+        return f"{self.prefix}{name or f'method {self.method_id}'}{self.suffix}"
 
 
 _SYSTEM_METHODS = {
@@ -124,7 +124,7 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
     return "", f"({_clipped(', '.join(map(safe_repr, values)), size_max)}){waits}"
 
 
-def effect_words(rpc: IncomingRpc) -> str:
+def effect_text(rpc: IncomingRpc) -> str:
     """Return the effect that a result belongs to, as ``unlock(bike=7) of Ride.ride(17)``; "" if the log lacks it."""
     try:
         values = decoding.decode_shown(rpc.arguments) if rpc.method_id == system_methods.EFFECT_METHOD_ID else None
@@ -194,7 +194,7 @@ def reclaim_command(name: str) -> str:
 # --- texts of a stream's sender, ``name``, about its receiver --------------------------------------------------------
 
 
-def receiver_swapped(name: str, receiver: str, known: int, now: int, acknowledged: int, made: int) -> str:
+def describe_swapped_receiver(name: str, receiver: str, known: int, now: int, acknowledged: int, made: int) -> str:
     """Describe a receiver whose log was replaced. ``known``, ``now``: committer IDs."""
     return (
         f"{receiver!r} was committer {known} and is {now} now: its log was wiped or swapped; it had acknowledged "
@@ -202,21 +202,21 @@ def receiver_swapped(name: str, receiver: str, known: int, now: int, acknowledge
     )
 
 
-def receiver_older(name: str, receiver: str, received: int, once: int) -> str:
+def describe_older_receiver(name: str, receiver: str, received: int, earlier: int) -> str:
     return (
-        f"{receiver!r} has {received} messages of this instance, it once had {once}: its log was replaced by an older "
-        f"copy; restore it, or run {reset_command(name, receiver)}"
+        f"{receiver!r} has {received} messages of this instance, it once had {earlier}: its log was replaced by an "
+        f"older copy; restore it, or run {reset_command(name, receiver)}"
     )
 
 
-def own_log_older(name: str, receiver: str, received: int, sent: int) -> str:
+def describe_older_own_log(name: str, receiver: str, received: int, sent: int) -> str:
     return (
         f"{receiver!r} has {received} messages of this instance, which has sent only {sent}: this instance's log was "
         f"replaced by an older copy; restore it, or run {reset_command(name, receiver)}"
     )
 
 
-def refused(name: str, receiver: str, refusal: PeerFrame) -> str:
+def describe_refusal(name: str, receiver: str, refusal: PeerFrame) -> str:
     """Describe a refusal and what an operator can do, since a frame may have no room for a long name."""
     text = f"{receiver!r} refuses this instance's messages: {refusal.reason}"
     own, other = reset_command(name, receiver), reset_command(receiver, name)
@@ -231,7 +231,7 @@ def refused(name: str, receiver: str, refusal: PeerFrame) -> str:
 # --- texts of a stream's receiver, ``name``, about its sender --------------------------------------------------------
 
 
-def sender_swapped(name: str, sender: str, known: int, now: int, received: int) -> str:
+def describe_swapped_sender(name: str, sender: str, known: int, now: int, received: int) -> str:
     """Describe a sender whose log was replaced. ``known``, ``now``: committer IDs."""
     return (
         f"{sender!r} was committer {known} here and is {now} now: its log was wiped or swapped; {received} of its "
@@ -239,14 +239,14 @@ def sender_swapped(name: str, sender: str, known: int, now: int, received: int) 
     )
 
 
-def has_less_than_once(name: str, sender: str, received: int, once: int) -> str:
+def describe_lost_messages(name: str, sender: str, received: int, earlier: int) -> str:
     return (
-        f"{name!r} has {received} messages of {sender!r}, it once had {once}: its log was wiped or replaced by an "
+        f"{name!r} has {received} messages of {sender!r}, it once had {earlier}: its log was wiped or replaced by an "
         f"older copy; restore it, or run {reset_command(sender, name)}"
     )
 
 
-def perhaps_older(name: str, sender: str, reason: str) -> str:
+def describe_older_sender(name: str, sender: str, reason: str) -> str:
     """Describe a Hello that was refused for its epoch."""
     command = reclaim_command(sender)
     return f"{reason}; if its log was replaced by an older copy, or a copy has run, restore it, or run {command}"
