@@ -40,7 +40,7 @@ class RunOptions:
     is large. ``effects``: functions to replace and their replacements, as "module:function". ``timings``: folder for
     the times of handlers, and a limit in bytes; None: no times. ``debugpy``: port at which its clients attach.
     ``executions``: file for their list, and its days (0: no limit); None: no list. ``shard``: of a keyed class, which
-    one it is, of how many, from 1; None: as in its state."""
+    one it is, of how many, from 1, and how many there were before; None: as in its state."""
 
     strict: bool = False
     trace: bool = False
@@ -51,7 +51,7 @@ class RunOptions:
     timings: tuple[Path, int] | None = None
     debugpy: int | None = None
     executions: tuple[Path, int] | None = None
-    shard: tuple[int, int] | None = None
+    shard: tuple[int, ...] | None = None
 
 
 def run_options(
@@ -75,12 +75,13 @@ def run_options(
     )
 
 
-def _shard(environment: Mapping[str, str]) -> tuple[int, int] | None:
+def _shard(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     text = environment.get(SHARD_VARIABLE, "")
-    number, _, count = text.partition("/")
-    if text and not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= RANGES):
+    parts = text.split("/") if text else []
+    numbers = tuple(int(one) for one in parts if one.isdecimal() and one.isascii() and int(one) <= RANGES)
+    if parts and (len(numbers) != len(parts) or not 2 <= len(parts) <= 3 or not 0 <= numbers[0] <= numbers[1]):
         raise OptionError(f"{SHARD_VARIABLE}={text!r}: which shard of how many was expected, such as 2/3")
-    return (int(number), int(count)) if text else None
+    return numbers or None
 
 
 def _effects(environment: Mapping[str, str]) -> Mapping[str, str]:

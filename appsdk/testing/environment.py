@@ -122,7 +122,7 @@ class Environment:
 
         def start() -> None:
             for number in set(shard_numbers(count)) - shards.started.keys():
-                shard = msgspec.structs.replace(one._node.definition, shard=(number, count, shards.count))
+                shard = msgspec.structs.replace(one.definition, shard=(number, count, shards.count))
                 name = shard_name(shards.name, number, count)
                 shards.started[number] = self._start(shard, name, one._node.effects)
 

@@ -130,7 +130,7 @@ def test_calls_stay_in_order_while_ranges_move(order: int, monkeypatch: pytest.M
             shop.send(Shop.flood, "shop", 2)
             sent += 2
             if carts.started.keys() >= {3, 4}:
-                wide.send(WideShop.flood, "wide", 1)
+                wide.send(WideShop.flood, "wide", 5)
 
         for count in (4, 3):
             env.change_shards(carts, count, meanwhile=send)

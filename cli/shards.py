@@ -1,0 +1,89 @@
+"""Command shards: the instances that have the keys of a keyed class; moves keys to another number of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from immortal.appsdk.client import ClientError, connect
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.definition import RANGES, shard_name
+from immortal.appsdk.handlers.moves import Moving, change_count, shard_numbers
+from immortal.cli.options import timeout_option
+from immortal.cli.project import TIMEOUT_S, project_of, project_option, up
+from immortal.protocol.command_line import FailedError, echo, echo_json, json_option, print_table
+
+PAUSE_S = 0.2
+_COLUMNS = ("shard", "ranges", "keys", "leaving", "forwarded")
+
+
+@click.command()
+@click.argument("name")
+@click.option("--count", type=click.IntRange(1, RANGES), help="Move the keys to this number of shards.")
+@project_option
+@timeout_option(TIMEOUT_S, "Seconds to wait for handlers whose keys can't move before they have ended.")
+@json_option
+@click.pass_context
+def shards(
+    ctx: click.Context, name: str, count: int | None, path: Path | None, timeout_s: float, as_json: bool
+) -> None:
+    """Show the shards of a keyed class, or move its keys to another number of them while calls go on.
+
+    NAME is a table in immortal.toml, which runs under 'immortal up'. With --count its new shards are started, and the
+    file is changed. If this is interrupted, the same command goes on.
+
+    Exit status: 0 if all keys are at their shards, 1 if some wait.
+    """
+    project, registry = project_of(ctx, path)
+    table = project.table(name)
+    before, deadline_s = table.count_before or table.count, time.monotonic() + timeout_s
+    if count is not None and table.count_before and count != table.count:
+        raise FailedError(f"the keys of {name!r} move from {before} shards to {table.count}: finish that first")
+    with contextlib.ExitStack() as stack:
+        clients: dict[int, Any] = {}
+
+        def call(shard: int, handler: Any, *arguments: Any) -> Any:
+            if shard not in clients:
+                client = connect(_name(name, shard), home=registry.home, timeout=timeout_s)
+                clients[shard] = stack.enter_context(client)
+            return getattr(clients[shard], handler.name)(*arguments)
+
+        def start() -> None:
+            project.set_count(name, count or before, before)
+            ctx.invoke(up, path=path, timeout_s=TIMEOUT_S, upgrade=False, keep=False)
+
+        def pause() -> bool:
+            time.sleep(PAUSE_S)
+            return time.monotonic() < deadline_s
+
+        try:
+            if count not in (None, before):
+                if waiting := change_count(call, start, pause, before, count):
+                    raise FailedError(f"call this again: some keys stay until this has ended: {', '.join(waiting)}")
+                left = sorted(set(shard_numbers(before)) - set(shard_numbers(count)))
+                project.set_count(name, count, before if left else 0)
+                for gone in (_name(name, shard) for shard in left):
+                    echo(
+                        f"{gone} has no keys and forwards calls; once no code says shards={before}: 'immortal stop "
+                        f"{gone}', 'immortal unregister {gone}', and remove count_before from {project.file.name}"
+                    )
+            numbers = {*shard_numbers(before), *shard_numbers(count or table.count)}
+            found = [{"name": _name(name, shard)} | call(shard, Moving.immortal_shard) for shard in sorted(numbers)]
+        except (ClientError, UsageError) as error:
+            raise FailedError(str(error)) from None
+    if as_json:
+        echo_json(found)
+        return
+    print_table(
+        _COLUMNS, [[str(one.get(column, 0)) for column in ("name", *_COLUMNS[1:])] for one in found], right=_COLUMNS[1:]
+    )
+    for text in [text for one in found for text in one.get("waiting", ())]:
+        echo(f"its range stays until it has ended: {text}")
+
+
+def _name(name: str, shard: int) -> str:
+    return shard_name(name, shard, 2 if shard else 1)
