@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,11 +78,17 @@ def run_options(
 
 def _shard(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     text = environment.get(SHARD_VARIABLE, "")
-    parts = text.split("/") if text else []
-    numbers = tuple(int(one) for one in parts if one.isdecimal() and one.isascii() and int(one) <= RANGES)
-    if parts and (len(numbers) != len(parts) or not 2 <= len(parts) <= 3 or not 0 <= numbers[0] <= numbers[1]):
-        raise OptionError(f"{SHARD_VARIABLE}={text!r}: which shard of how many was expected, such as 2/3")
-    return numbers or None
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})(?:/(\d{1,4}))?", text, re.ASCII)
+    numbers = tuple(int(one) for one in found.groups() if one is not None) if found else (0, 0)
+    number, count, *before = numbers
+    lowest = 0 if before and count == 1 else 1
+    is_new = not before or (before[0] >= 1 and before[0] != count)
+    if text and not (lowest <= number <= count <= RANGES and is_new):
+        raise OptionError(
+            f"{SHARD_VARIABLE}={text!r}: which shard of how many was expected, such as 2/3; or 4/5/3: a new one, while "
+            f"3 shards have the keys"
+        )
+    return numbers if text else None
 
 
 def _effects(environment: Mapping[str, str]) -> Mapping[str, str]:

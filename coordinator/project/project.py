@@ -281,14 +281,13 @@ def _planned(
         known = ", ".join(own) or "none"
         raise ProjectError(f"{given.place}: {module!r} has no service {class_name!r}; there are: {known}")
     service = listing.services[class_name]
-    shards = {name: f"{number or 1}/{given.count}" for name, number in _shard_names(given.name, given.count).items()}
-    if before := given.count_before:  # shards that are there keep what they were started as
-        shards = {
-            name: f"{number}/{given.count}/{before}" for name, number in _shard_names(given.name, given.count).items()
-        }
+    numbers, before = _shard_names(given.name, given.count), given.count_before
+    shards = {name: f"{number or 1}/{given.count}" for name, number in numbers.items()}
+    if before:  # those that are there keep what they were started as
+        shards = {name: f"{number}/{given.count}/{before}" for name, number in numbers.items()}
         shards |= {name: f"{number or 1}/{before}" for name, number in _shard_names(given.name, before).items()}
     for name in _names(given):
-        shard = {SHARD_VARIABLE: shards.get(name, f"0/{given.count}/{before}")} if service.is_keyed else {}
+        shard = {SHARD_VARIABLE: shards.get(name, "")} if service.is_keyed else {}
         yield ServiceSpec(
             name=check_instance_name(name),
             app=f"{module}:{class_name}",

@@ -71,7 +71,9 @@ def test_each_call_is_executed_once_and_in_order(tmp_path: Path) -> None:
         ):
             sent = 0
             for count in (4, 3):
-                move = threads.submit(immortal, tmp_path, "shards", "carts", "--count", str(count), "--timeout-s", "180")
+                move = threads.submit(
+                    immortal, tmp_path, "shards", "carts", "--count", str(count), "--timeout-s", "180"
+                )
                 kills = effort(3)
                 while not move.done() or kills > 0:
                     sent += 1
