@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,20 @@ import click
 
 from immortal.appsdk.client import ClientError, connect
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.handlers.definition import RANGES, shard_name
-from immortal.appsdk.handlers.moves import Moving, change_count, shard_numbers
+from immortal.appsdk.handlers.definition import shard_name
+from immortal.appsdk.handlers.moves import change_count, shard_numbers
 from immortal.cli.options import timeout_option
-from immortal.cli.project import TIMEOUT_S, project_of, project_option, up
+from immortal.cli.project import TIMEOUT_S, background, project_of, project_option, up
+from immortal.coordinator.project.project import COUNT_MAX
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option, print_table
 
 PAUSE_S = 0.2
-_COLUMNS = ("shard", "ranges", "keys", "leaving", "forwarded")
+_NUMBERS = ("ranges", "keys", "leaving", "forwarded")
 
 
 @click.command()
 @click.argument("name")
-@click.option("--count", type=click.IntRange(1, RANGES), help="Move the keys to this number of shards.")
+@click.option("--count", type=click.IntRange(1, COUNT_MAX), help="Move the keys to this number of shards.")
 @project_option
 @timeout_option(TIMEOUT_S, "Seconds to wait for handlers whose keys can't move before they have ended.")
 @json_option
@@ -41,47 +43,54 @@ def shards(
     project, registry = project_of(ctx, path)
     table = project.table(name)
     before, deadline_s = table.count_before or table.count, time.monotonic() + timeout_s
-    if count is not None and table.count_before and count != table.count:
+    if count not in (None, table.count) and before != table.count:
         raise FailedError(f"the keys of {name!r} move from {before} shards to {table.count}: finish that first")
+    after = count or table.count
+
+    def start() -> None:
+        project.set_count(name, after, before)
+        ctx.invoke(up, path=path, timeout_s=TIMEOUT_S, upgrade=False, keep=False)
+
+    def pause() -> bool:
+        time.sleep(PAUSE_S)
+        return time.monotonic() < deadline_s
+
     with contextlib.ExitStack() as stack:
         clients: dict[int, Any] = {}
 
-        def call(shard: int, handler: Any, *arguments: Any) -> Any:
+        def client(shard: int) -> Any:
             if shard not in clients:
-                client = connect(_name(name, shard), home=registry.home, timeout=timeout_s)
-                clients[shard] = stack.enter_context(client)
-            return getattr(clients[shard], handler.name)(*arguments)
+                connector = connect(_name(name, shard), home=registry.home, timeout=timeout_s)
+                clients[shard] = stack.enter_context(connector)
+            return clients[shard]
 
-        def start() -> None:
-            project.set_count(name, count or before, before)
-            ctx.invoke(up, path=path, timeout_s=TIMEOUT_S, upgrade=False, keep=False)
-
-        def pause() -> bool:
-            time.sleep(PAUSE_S)
-            return time.monotonic() < deadline_s
+        def call(shard: int, handler: Any, *arguments: Any) -> Any:
+            return getattr(client(shard), handler.name)(*arguments)
 
         try:
-            if count not in (None, before):
-                if waiting := change_count(call, start, pause, before, count):
+            if count is not None and count != before:
+                if background(project) is None:
+                    raise FailedError("the project does not run: 'immortal up' starts it")
+                with contextlib.redirect_stdout(sys.stderr):
+                    waiting = change_count(call, start, pause, before, count)
+                if waiting:
                     raise FailedError(f"call this again: some keys stay until this has ended: {', '.join(waiting)}")
-                left = sorted(set(shard_numbers(before)) - set(shard_numbers(count)))
-                project.set_count(name, count, before if left else 0)
-                for gone in (_name(name, shard) for shard in left):
-                    echo(
-                        f"{gone} has no keys and forwards calls; once no code says shards={before}: 'immortal stop "
-                        f"{gone}', 'immortal unregister {gone}', and remove count_before from {project.file.name}"
-                    )
-            numbers = {*shard_numbers(before), *shard_numbers(count or table.count)}
-            found = [{"name": _name(name, shard)} | call(shard, Moving.immortal_shard) for shard in sorted(numbers)]
+                gone = [_name(name, one) for one in shard_numbers(before) if one not in shard_numbers(count)]
+                project.set_count(name, count, count if gone else 0)
+                for one in gone:
+                    ends = f"'immortal stop {one}', 'immortal unregister {one}'"
+                    echo(f"{one} has no keys and forwards calls; once no code says shards={before}: {ends}", err=True)
+            numbers = sorted({*shard_numbers(before), *shard_numbers(after)})
+            found = [client(shard).query.immortal_shard() | {"name": _name(name, shard)} for shard in numbers]
         except (ClientError, UsageError) as error:
             raise FailedError(str(error)) from None
     if as_json:
         echo_json(found)
         return
     print_table(
-        _COLUMNS, [[str(one.get(column, 0)) for column in ("name", *_COLUMNS[1:])] for one in found], right=_COLUMNS[1:]
+        ("shard", *_NUMBERS), [[str(one.get(key, 0)) for key in ("name", *_NUMBERS)] for one in found], right=_NUMBERS
     )
-    for text in [text for one in found for text in one.get("waiting", ())]:
+    for text in (text for one in found for text in one.get("waiting", ())):
         echo(f"its range stays until it has ended: {text}")
 
 

@@ -181,8 +181,11 @@ class Moving:
 
         Return the version of the class."""
         if self.moves is None:
+            name = self._immortal_context.instance_name
             self.shard = 0 if self.shards == 1 else self.shard
             self.moves = Moves(count)
+            if name != self._name_of(self.shard):
+                raise UsageError(f"shard {self.shard} is called {name!r}: its keys move if it is NAME-{self.shard}")
         self.moves.count = count
         return self._version
 
@@ -223,7 +226,7 @@ class Moving:
                 break
         for to, parcel in parcels.items():
             self._send(to, parcel)
-        held = [text for number, text in waiting.items() if number in leaving]
+        held = [waiting[number] for number in leaving if number in waiting]
         return len(leaving) - len(held), held[:WAITING_SHOWN_MAX]
 
     def _send(self, to: int, parcel: Parcel) -> None:
@@ -273,16 +276,14 @@ class Moving:
         return True
 
     @query
-    def immortal_shard(self) -> dict[str, Any]:
+    def immortal_shard(self) -> dict[str, int | list[str]]:
         """Describe this shard for people and scripts."""
-        moves, ranges = self.moves, self._owners().count(self.shard)
-        found: dict[str, Any] = {"shard": self.shard, "shards": self.shards, "keys": len(self.keys), "ranges": ranges}
-        if moves is not None:
-            waiting = self._waiting()
-            leaving = self._leaving()
+        found: dict[str, int | list[str]] = {"shard": self.shard, "shards": self.shards, "keys": len(self.keys)}
+        found["ranges"] = self._owners().count(self.shard)
+        if (moves := self.moves) is not None:
+            waiting, leaving = self._waiting(), self._leaving()
             found |= {"count": moves.count, "leaving": len(leaving), "forwarded": len(moves.relays)}
-            found |= {"detours": len(moves.detours)}
-            found |= {"waiting": [text for number, text in waiting.items() if number in leaving]}
+            found |= {"detours": len(moves.detours), "waiting": [waiting[one] for one in leaving if one in waiting]}
         return found
 
     def _owners(self) -> list[int]:

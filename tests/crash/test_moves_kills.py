@@ -1,7 +1,8 @@
-"""Keys move from 2 shards to 4 and to 3 while their callers go on, under kill -9: each call is executed once, in order."""
+"""Keys move from 2 shards to 4 and to 3 while calls go on, under kill -9: each call is executed once and in order."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from immortal.client import connect
+from immortal.coordinator.project.project import Project
 from tests.crash.test_keyed_kills import children_of
 from tests.helpers.cli import DEADLINE_S
 from tests.helpers.effort import effort
@@ -96,5 +98,12 @@ def test_each_call_is_executed_once_and_in_order(tmp_path: Path) -> None:
                     assert [number for one, number in seen if one == who] == wanted, (key, who)
                 mine = [number for number in range(1, sent + 1) if number % len(KEYS) == place]
                 assert [number for one, number in seen if one == "client"] == mine
+        found = json.loads(immortal(tmp_path, "shards", "carts", "--json"))
+        assert [(one["name"], one["ranges"], one["shards"]) for one in found] == [
+            ("carts-1", 1366, 3),
+            ("carts-2", 1365, 3),
+            ("carts-3", 1365, 3),
+        ]
+        assert Project(tmp_path / "immortal.toml").table("carts").leaving == ("carts-4",)
     finally:
         immortal(tmp_path, "down")

@@ -379,3 +379,16 @@ def test_keys_stay_in_their_shards(tmp_path: Path) -> None:
             assert project.table("carts").count_before == 0
         for name in registered:
             project.home.joinpath(f"{name}.toml").unlink()
+
+
+def test_shards_of_what_is_none(tmp_path: Path) -> None:
+    source = "from immortal import Immortal\nclass Cart(Immortal, keyed=str): ...\n"
+    make_project(tmp_path, source, '[services.carts]\napp = "shop:Cart"\ncount = 2\n')
+    for arguments, said in (
+        (["cart"], r"immortal.toml has no table \[services.cart\]; it has carts"),
+        (["carts", "--count", "3"], "the project does not run: 'immortal up' starts it"),
+        (["carts"], "there is no instance 'carts-1'"),
+    ):
+        result = CliRunner().invoke(main, ["shards", *arguments, "--project", str(tmp_path)])
+        assert result.exit_code == 1
+        assert re.search(said, result.output)
