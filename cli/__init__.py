@@ -19,6 +19,7 @@ _COMMANDS = {
         "down": ("immortal.cli.project", "Stop a project's services cleanly."),
         "ps": ("immortal.cli.status", "List a project's services and their state."),
         "logs": ("immortal.cli.status", "Show what a project's services printed."),
+        "shards": ("immortal.cli.shards", "Show or change the number of shards of a keyed class."),
         "systemd": ("immortal.cli.project", "Print systemd units for a project."),
     },
     "Instances": {

