@@ -95,11 +95,10 @@ class Proxy:
         _, definition, whose, *_ = self._immortal_parts
         if len(self._immortal_shards) > 1 and not self._immortal_front:
             raise UsageError(f"{whose!r} is keyed, so a call must name the key: {whose}[key].{name}(...)")
+        method = self._immortal_methods.get(name)
         if definition is None:
-            method: Method = NamedMethod(name, is_of_key=bool(self._immortal_front))
-        elif name in self._immortal_methods:
-            method = self._immortal_methods[name]
-        else:
+            method = NamedMethod(name, is_of_key=bool(self._immortal_front))
+        elif method is None:
             method = self._immortal_methods[name] = typed_method(definition, name)
         made = self._immortal_method(method)
         setattr(self, name, made)
