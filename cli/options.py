@@ -333,7 +333,7 @@ def register_options(function: Function) -> Function:
     return function
 
 
-def said(options: Mapping[str, Any]) -> dict[str, Any]:
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that were given."""
     return {name: value for name, value in options.items() if value is not None}
 

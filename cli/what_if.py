@@ -425,7 +425,7 @@ def _fleet(
             code=code,
             begin_ns=begin_ns,
             to_ns=end_ns,
-            effects=of_user[0] or (_ask() if effects == "ask" else effects),
+            effects=of_user[0] or (_ask_at_terminal() if effects == "ask" else effects),
             answer=of_user[1],
             check=of_user[2],
             seeds=seeds,
@@ -489,13 +489,13 @@ def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool
     def is_bad(outcome: FleetOutcome) -> bool:
         return outcome.broken is not None if is_of_check else outcome.is_different
 
-    def tell(commit: Commit) -> None:
+    def report_commit(commit: Commit) -> None:
         echo(f"{commit}: {commit.found}{f' ({commit.problem})' if commit.problem else ''}", err=True)
 
     if cluster is None:
-        found = bisect(code, git_range, lambda commits: map(trial, commits), is_bad, tell)
+        found = bisect(code, git_range, lambda commits: map(trial, commits), is_bad, report_commit)
     else:
-        found = bisect(code, git_range, partial(cluster.trials, code), is_bad, tell, at_once=cluster.at_once)
+        found = bisect(code, git_range, partial(cluster.trials, code), is_bad, report_commit, at_once=cluster.at_once)
     what = "breaks the check" if is_of_check else "makes a difference"
     if as_json:
         echo_json(msgspec.to_builtins(found))
@@ -521,7 +521,7 @@ def _without(arguments: list[str], options: tuple[str, ...], flags: tuple[str, .
     return kept
 
 
-def _ask() -> Answer:
+def _ask_at_terminal() -> Answer:
     """Return a function that asks at the terminal for the results of effects, once for equal ones."""
     from immortal.replay.fleet.model import NoResultError
 

@@ -193,10 +193,10 @@ def _start_app(
     how = address
     if auth is not AppAuth.NONE:
         secret_file = app_secret.path(folder)
-        takes_secret = auth is AppAuth.SECRET
+        allow_secret = auth is AppAuth.SECRET
         secret = app_secret.create(folder)
         gate = AppAuthenticator(
-            source.identity.instance_name, secret, warnings_on_stderr("replay"), epoll, takes_secret=takes_secret
+            source.identity.instance_name, secret, warnings_on_stderr("replay"), epoll, allow_secret=allow_secret
         )
         stack.callback(gate.close)
         how += f" (IMMORTAL_APP_ADDRESS={address} {app_secret.SECRET_FILE_VARIABLE}={secret_file})"

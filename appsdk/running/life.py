@@ -24,7 +24,7 @@ from immortal.appsdk.handlers.log import FailureReporter
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.appsdk.running import tracing
 from immortal.appsdk.running.app_loop import AppLoop
-from immortal.appsdk.running.debugger import HOST, listen, pass_over_in_replays
+from immortal.appsdk.running.debugger import HOST, listen, skip_in_replays
 from immortal.appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
 from immortal.appsdk.running.time_limits import QueryLimit, Watchdog, limited
 from immortal.appsdk.running.user_modules import sources_of
@@ -53,7 +53,7 @@ class AppLife:
         is_disconnected: Callable[[], bool] = lambda: False,
         coordinator: str = "",
     ) -> None:
-        pass_over_in_replays()
+        skip_in_replays()
         self._debugpy = options.debugpy
         if options.stop is not None:
             self._listen(definition.name)

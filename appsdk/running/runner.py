@@ -206,7 +206,7 @@ def _run_connected(definition: Definition, connection: socket.socket, address: s
             tracing.report_failure(error, dispatcher, transport)
         else:
             dispatcher.announce_leaving(str(error).partition("\n")[0])
-            transport.send_last_words()
+            transport.send_last_output()
         raise
     except Disconnected as error:
         reason = str(error)

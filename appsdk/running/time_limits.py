@@ -32,7 +32,7 @@ from immortal.appsdk.dispatch.delivery import Delivery, Entry
 from immortal.appsdk.errors import EXIT_FAILED, EXIT_RECOVER, QueryTooLong, StateError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.protocol.messages import MessageType, encode_message
-from immortal.protocol.timings import APP, Noting, PlainRow, SegmentWriter, TimingKind
+from immortal.protocol.timings import APP, BackgroundWriter, PlainRow, SegmentWriter, TimingKind
 from immortal.protocol.verdicts import Handling, encode_handling
 
 CHECK_INTERVAL_S = 0.5
@@ -269,7 +269,7 @@ class HandlerTimings:
     ) -> None:
         self.clock_ns = clock_ns
         self._writer = SegmentWriter(folder, APP, limit_bytes, warn)
-        self._noting: Noting[_Handled] = Noting(self._write)
+        self._noting: BackgroundWriter[_Handled] = BackgroundWriter(self._write)
         self._put = self._noting.put
         self._noted = -1, -1  # messages that are undone and executed again were noted before
 
