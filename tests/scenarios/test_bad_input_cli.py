@@ -203,7 +203,7 @@ def test_a_closed_pipe_is_quiet(home: Path) -> None:
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("command", [("log", "show"), ("recover",), ("run",)])
+@pytest.mark.parametrize("command", [("log", "show"), ("recover",), ("log", "verify")])
 def test_a_file_in_place_of_a_log_folder(home: Path, command: tuple[str, ...]) -> None:
     """It was taken for a log that was never begun."""
     register(home)
