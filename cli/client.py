@@ -228,8 +228,8 @@ def _clipped(text: str) -> str:
     return text if len(text) <= WHY_SIZE_MAX else f"{text[: WHY_SIZE_MAX - 3]}..."
 
 
-def _cells(one: Values, *keys: str) -> list[str]:
-    return [printable(str(one[key])) for key in keys]
+def _cells(values: Values, *keys: str) -> list[str]:
+    return [printable(str(values[key])) for key in keys]
 
 
 def _print_tables(overview: Values) -> None:

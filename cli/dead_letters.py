@@ -209,9 +209,9 @@ def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def _print_table(found: list[Values]) -> None:
+def _print_table(letters: list[Values]) -> None:
     rows = []
-    for values in found:
+    for values in letters:
         why = printable(letter_why(values))
         clipped = why if len(why) <= WHY_SIZE_MAX else f"{why[: WHY_SIZE_MAX - 3]}..."
         cells = (values["id"], values["time"][:19] + "Z", letter_method(values), values["from"] or "-", clipped)
@@ -219,14 +219,14 @@ def _print_table(found: list[Values]) -> None:
     print_table(("ID", "when", "method", "from", "why"), rows)
 
 
-def _lines(found: Values) -> Iterator[str]:
-    message = found["message"]
-    yield f"dead letter {found['id']}"
+def _lines(letter: Values) -> Iterator[str]:
+    message = letter["message"]
+    yield f"dead letter {letter['id']}"
     rows = {
-        "when": found["time"],
-        "method": letter_method(found),
-        "from": found["from"] or "-",
-        "why": letter_why(found),
+        "when": letter["time"],
+        "method": letter_method(letter),
+        "from": letter["from"] or "-",
+        "why": letter_why(letter),
     }
     if "arguments" in message:
         rows["arguments"] = printable_json(message["arguments"])
@@ -237,6 +237,6 @@ def _lines(found: Values) -> Iterator[str]:
     width = max(map(len, rows))
     for title, text in rows.items():
         yield f"  {title.ljust(width)}  {text}"
-    if found["trace"]:
+    if letter["trace"]:
         yield ""
-        yield from (f"  {line}".rstrip() for line in found["trace"].rstrip("\n").split("\n"))
+        yield from (f"  {line}".rstrip() for line in letter["trace"].rstrip("\n").split("\n"))

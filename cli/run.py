@@ -99,7 +99,7 @@ def run(
         coordinator_command,
         supervised_settings,
     )
-    from immortal.coordinator.service.process import STATUS_FENCED, start_turn
+    from immortal.coordinator.service.process import STATUS_FENCED, acquire_start_slot
     from immortal.coordinator.service.supervisor import Supervisor
 
     settings = registry.load(name)
@@ -117,7 +117,7 @@ def run(
         if restart or follow or promote or trust_pickle or log_format != "human" or given_options(options):
             raise click.UsageError("--embedded can be combined with --strict and --log-level only")
         _become_embedded(settings, app, strict=strict, log_level=log_level)
-    on_started = (lambda: None) if follow else start_turn(registry.home)
+    on_started = (lambda: None) if follow else acquire_start_slot(registry.home)
     if mark is not None and upgrading:
         upgrade_mark.write(settings.folder, msgspec.structs.replace(mark, app=app))  # registered once it is durable
     elif not follow:

@@ -139,7 +139,7 @@ def _named(rpc: IncomingRpc, name: str) -> dict[str, Any]:
         if not isinstance(values, list):
             return {"method": name}
         decoded = {key: to_json(tree(value)) for key, value in _parts(rpc, values).items()}
-        return {"method": name, "in_words": CallText.of(rpc, is_msgpack=True).with_method(name), **decoded}
+        return {"method": name, "in_words": CallText.from_rpc(rpc, is_msgpack=True).with_method(name), **decoded}
     except decoding.DecodeError:  # not a call that the SDK made
         return {"method": name}
 

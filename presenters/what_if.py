@@ -174,7 +174,7 @@ class Report:
         groups: dict[Key, list[Finding]] = {}
         for finding in self._outcome.findings.first:
             message = self._message(finding.key)
-            began = None if message is None else self._outcome.executions.of(message)
+            began = None if message is None else self._outcome.executions.input_of(message)
             groups.setdefault(began or finding.key, []).append(finding)
         return [
             (None if self._outcome.by_position or all(one.key == key for one in found) else key, found)

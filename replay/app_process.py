@@ -35,7 +35,7 @@ _READ_SIZE_BYTES = 64 << 10
 
 
 class AppProcess:
-    """Running app. ``descriptors`` are readable when it has written output (:meth:`take_output`) or has died."""
+    """Running app. ``descriptors`` are readable when it has written output (:meth:`read_output`) or has died."""
 
     def __init__(self, command: AppCommand, address: str, secret_file: Path, code_notes: Path) -> None:
         """Start the app. ``secret_file``: holds the secret that the app must prove at ``address``. ``code_notes``: file
@@ -89,7 +89,7 @@ class AppProcess:
             said = bytes(self._head[-(TAIL_SIZE_BYTES - len(said)) :]) + said
         return said[-TAIL_SIZE_BYTES:].decode("utf-8", "replace")
 
-    def take_output(self) -> None:
+    def read_output(self) -> None:
         """Read the output that the app has written since the last call."""
         while self._output is not None:
             try:
@@ -125,7 +125,7 @@ class AppProcess:
             if self.wait(KILL_AFTER_S) is None:
                 self.send(signal.SIGKILL)
                 self._process.wait()
-        self.take_output()
+        self.read_output()
         os.close(self._death)
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -398,7 +398,7 @@ def write_rows(app: str, blob: Path, out: Path, code: Path | None = None) -> Non
 
 def method_names(app: str) -> dict[tuple[str, int], str]:
     """Return the method names of the class ``app``: (destination, method ID) to a name. Raises ReplayError."""
-    found: list[tuple[str, int, str]] = _inspect("methods", app, what="the class")
+    found: list[tuple[str, int, str]] = _inspect("methods", app, subject="the class")
     return {(destination, method_id): name for destination, method_id, name in found}
 
 
@@ -409,17 +409,17 @@ def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str,
     return list(_inspect("unanswered", app, str(blob), code=code))
 
 
-def _inspect(*arguments: str, what: str = "the state", code: Path | None = None) -> Any:
+def _inspect(*arguments: str, subject: str = "the state", code: Path | None = None) -> Any:
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"), **code_environment(code)}
     command = [sys.executable, "-P", "-m", "immortal.appsdk.running.inspection", *arguments]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip()
-        raise ReplayError(f"{what} can't be inspected: {said or f'status {done.returncode}'}")
+        raise ReplayError(f"{subject} can't be inspected: {said or f'status {done.returncode}'}")
     try:
         return decoding.load_json(done.stdout)
     except ValueError as error:
-        raise ReplayError(f"{what} can't be inspected: the answer is not JSON: {error}") from None
+        raise ReplayError(f"{subject} can't be inspected: the answer is not JSON: {error}") from None
 
 
 def methods_of(registered: str | None, given: str | None) -> Methods | None:

@@ -148,10 +148,10 @@ def _streams(status: Values, peers: Values) -> list[Values]:
     return found
 
 
-def _query_coordinator(settings: InstanceSettings, what: str) -> Values:
+def _query_coordinator(settings: InstanceSettings, verb: str) -> Values:
     """Return what an instance that runs tells; {} if it does not."""
     try:
-        return control.query(settings.folder, what, ASK_S)
+        return control.query(settings.folder, verb, ASK_S)
     except ControlError:
         return {}
 
@@ -184,11 +184,11 @@ def _handlers(settings: InstanceSettings) -> Values:
     return found
 
 
-def _wait(name: str, one: Values, wait: Values) -> Values:
+def _wait(name: str, handler: Values, wait: Values) -> Values:
     return {
         "kind": wait["kind"],
         "text": format_wait(wait),
-        "ends": describe_wait_end(name, one["id"], wait),
+        "ends": describe_wait_end(name, handler["id"], wait),
         "event": wait.get("event"),
         "is_between_attempts": bool(wait.get("failure")),
     }

@@ -409,7 +409,7 @@ def handler_failed(
     return made
 
 
-def run_user_code(what: str, function: Callable[[], Result], error_type: type[AppError]) -> Result:
+def run_user_code(subject: str, function: Callable[[], Result], error_type: type[AppError]) -> Result:
     """Call a function of the user's; what it raises becomes an ``error_type`` with the traceback."""
     try:
         return function()
@@ -418,4 +418,4 @@ def run_user_code(what: str, function: Callable[[], Result], error_type: type[Ap
     except BaseException as error:
         if not is_user_failure(error):
             raise
-        raise error_type(f"{what} raised {type(error).__name__}; the app stops\n{user_traceback(error)}") from error
+        raise error_type(f"{subject} raised {type(error).__name__}; the app stops\n{user_traceback(error)}") from error

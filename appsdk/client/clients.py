@@ -143,7 +143,7 @@ class ProxyMethod:
         encoded = self._encoded(arguments, keywords)
         made = self.handle(self._key or self._client.new_key())
         taken = self._client.start(self._method, encoded, self._timeout_s, made._key, *self._trace)
-        return _after(taken, made) if isinstance(taken, Coroutine) else made
+        return _handle_after(taken, made) if isinstance(taken, Coroutine) else made
 
     def handle(self, key: str | None = None) -> Handle[Any]:
         """Return the handle of the call with that key; without one, with the key of this proxy."""
@@ -308,9 +308,9 @@ def trace_context_of(traceparent: object) -> str:
         raise TypeError(str(error)) from None
 
 
-async def _after(taken: Awaitable[Any], made: Handle[Any]) -> Handle[Any]:
-    await taken
-    return made
+async def _handle_after(submitted: Awaitable[Any], handle: Handle[Any]) -> Handle[Any]:
+    await submitted
+    return handle
 
 
 def with_timeout(proxy: P, timeout: float | None) -> P:

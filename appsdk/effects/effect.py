@@ -189,7 +189,7 @@ class EffectFunction:
 
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Decode arguments by position and by name."""
-        return self.codec.apart(self.codec.decode(encoded))
+        return self.codec.split_keywords(self.codec.decode(encoded))
 
     def describe(self, encoded: bytes) -> str:
         """Return the call as text, without secrets: ``unlock(bike=7)``."""

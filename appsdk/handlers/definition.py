@@ -258,12 +258,12 @@ class Definition(Struct):
 
 
 @contextmanager
-def resolving(what: str) -> Iterator[None]:
+def resolving(subject: str) -> Iterator[None]:
     """Convert a NameError in the block into a DefinitionError."""
     try:
         yield
     except NameError as error:
-        raise DefinitionError(f"{what} can't be resolved: {error}") from error
+        raise DefinitionError(f"{subject} can't be resolved: {error}") from error
 
 
 def definition_of(cls: object) -> Definition:

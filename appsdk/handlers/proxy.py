@@ -143,7 +143,7 @@ def make_fork(
     name = handler.function.__qualname__
     if context.outbox is not None:
         fork: Callable[..., None] = context.outbox.make_fork(destination, name, handler.method_id, handler.signature)
-        return fork if definition is None else _exact_fork(context, definition, handler, fork)
+        return fork if definition is None else _tagging_fork(context, definition, handler, fork)
 
     def refuse(*arguments: Any, **keywords: Any) -> None:
         raise UsageError(
@@ -153,7 +153,7 @@ def make_fork(
     return refuse
 
 
-def _exact_fork(
+def _tagging_fork(
     context: Context, definition: Definition, handler: Handler[Any, Any], fork: Callable[..., None]
 ) -> Callable[..., None]:
     """Return ``fork`` itself, or a wrapper if a parameter of ``handler`` can contain untyped values."""
@@ -164,14 +164,14 @@ def _exact_fork(
     if not codec.needs_forms:
         return fork
 
-    def fork_exactly(*arguments: Any, **keywords: Any) -> None:
+    def fork_tagged(*arguments: Any, **keywords: Any) -> None:
         if keywords or len(arguments) != codec.plain_count:
-            arguments, keywords = codec.apart(codec.exactly(codec.bind(arguments, keywords)))
+            arguments, keywords = codec.split_keywords(codec.tag_values(codec.bind(arguments, keywords)))
             fork(*arguments, **keywords)
         else:
-            fork(*codec.exactly(arguments))
+            fork(*codec.tag_values(arguments))
 
-    return fork_exactly
+    return fork_tagged
 
 
 def handler_namespace(instance: object, definition: Definition, context: Context) -> SimpleNamespace:
@@ -332,12 +332,12 @@ class ImpulseProxy:
     """Proxy of one destination that sends impulses to its handlers."""
 
     def __init__(self, definition: Definition, destination: str, queue: ImpulseQueue) -> None:
-        self._made_from = (definition, destination, queue)
+        self._source = (definition, destination, queue)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
             raise AttributeError(name)
-        definition, destination, queue = self._made_from
+        definition, destination, queue = self._source
         handler = find_handler(definition, name)
         send = _make_impulse(queue, destination, handler, definition.codec(handler))
         setattr(self, name, send)
@@ -357,7 +357,7 @@ def _make_impulse(
             bound = bind_arguments(name, signature, arguments, keywords)
             arguments = bound if keywords else arguments
         if codec.needs_forms:
-            arguments = codec.exactly(arguments)
+            arguments = codec.tag_values(arguments)
         append(destination, name, write, arguments)
 
     return send

@@ -40,7 +40,7 @@ from immortal.appsdk.nodes.nodes import decode_saved
 from immortal.appsdk.nodes.reference_counts import Stage
 from immortal.appsdk.running.life import print_message
 from immortal.appsdk.running.runner import load_or_report
-from immortal.appsdk.state.journal import SavedTask, SavedTasks, in_words
+from immortal.appsdk.state.journal import SavedTask, SavedTasks, describe_wait
 from immortal.appsdk.state.schema import Envelope, decode_envelope, is_transient
 from immortal.appsdk.state.tree import Fields, Row, differences, state_rows, task_rows, to_json, tree
 from immortal.appsdk.types.handles import handle_label, read_extension
@@ -161,7 +161,7 @@ def unanswered(main: Definition, blob: bytes) -> list[Fields]:
         Fields(
             handler=_handler_name(definition, task.method_id),
             arguments=_decoded(task.arguments),
-            waits_for=in_words(pending),
+            waits_for=describe_wait(pending),
         )
         for task in (envelope.tasks.tasks if envelope.tasks else [])
         for pending in task.pending
@@ -174,8 +174,8 @@ def _shown_task(definition: Definition, task: SavedTask) -> Fields:
         handler=_handler_name(definition, task.method_id),
         arguments=_decoded(task.arguments),
         since=tree(datetime_of(task.started_ns)),
-        waits_for=[in_words(pending) for pending in task.pending],
-        results=[[in_words(entry), _decoded(entry.value)] for entry in task.entries],
+        waits_for=[describe_wait(pending) for pending in task.pending],
+        results=[[describe_wait(entry), _decoded(entry.value)] for entry in task.entries],
     )
     if task.caller is not None:
         shown["caller"] = task.caller

@@ -70,17 +70,17 @@ class Environment:
         __tracebackhide__ = True
         try:
             if error is not None:
-                self._say_where(error)
+                self._note_crash(error)
                 return
             try:
                 self.close()
             except BaseException as failure:
-                self._say_where(failure)
+                self._note_crash(failure)
                 raise
         finally:
-            self._world.clear_away()
+            self._world.discard_tasks()
 
-    def _say_where(self, error: BaseException) -> None:
+    def _note_crash(self, error: BaseException) -> None:
         if self._world.crashes.happened:
             error.add_note(self._world.crashes.happened)
 

@@ -268,7 +268,7 @@ class Instance(Generic[T]):
             raise UsageError(f"{what} is no handler of {self!r}: it has {known}")
         codec = self.definition.codec(found)
         bound = codec.bind(args, kwargs)
-        return found, codec.exactly(bound) if codec.needs_forms else bound
+        return found, codec.tag_values(bound) if codec.needs_forms else bound
 
 
 class OfKey(Generic[T]):

@@ -359,7 +359,7 @@ class HandlerRuns:
             return
         problem: StateError | None = None
         for table in self._tables:
-            problem = problem or table.unstored()
+            problem = problem or table.storage_problem()
         if self.check is not None:
             problem = problem or self.check()
         if problem is not None:

@@ -33,7 +33,7 @@ def format_call(message: bytes, destination: str, methods: Methods) -> str:
     except ImmortalError as error:
         return f"a message that can't be read ({error})"
     name = method_name(rpc.method_id, rpc.kind, destination, methods)
-    return CallText.of(rpc, is_msgpack=name is not None).with_method(name)
+    return CallText.from_rpc(rpc, is_msgpack=name is not None).with_method(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class CallText:
     suffix: str
 
     @classmethod
-    def of(cls, rpc: IncomingRpc, *, is_msgpack: bool, size_max: int | None = ARGUMENTS_SIZE_MAX) -> CallText:
+    def from_rpc(cls, rpc: IncomingRpc, *, is_msgpack: bool, size_max: int | None = ARGUMENTS_SIZE_MAX) -> CallText:
         """Format a call. ``is_msgpack``: the arguments are a MessagePack array, as the SDK's are; other arguments are
         shown in hex. ``size_max``: of the arguments, in characters; None: no limit.
         """
@@ -194,11 +194,11 @@ def reclaim_command(name: str) -> str:
 # --- texts of a stream's sender, ``name``, about its receiver --------------------------------------------------------
 
 
-def describe_swapped_receiver(name: str, receiver: str, known: int, now: int, acknowledged: int, made: int) -> str:
-    """Describe a receiver whose log was replaced. ``known``, ``now``: committer IDs."""
+def describe_swapped_receiver(name: str, receiver: str, old_id: int, new_id: int, acknowledged: int, sent: int) -> str:
+    """Describe a receiver whose log was replaced. ``old_id``, ``new_id``: committer IDs."""
     return (
-        f"{receiver!r} was committer {known} and is {now} now: its log was wiped or swapped; it had acknowledged "
-        f"{acknowledged} of {made} messages; restore it, or run {reset_command(name, receiver)}"
+        f"{receiver!r} was committer {old_id} and is {new_id} now: its log was wiped or swapped; it had acknowledged "
+        f"{acknowledged} of {sent} messages; restore it, or run {reset_command(name, receiver)}"
     )
 
 
@@ -231,10 +231,10 @@ def describe_refusal(name: str, receiver: str, refusal: PeerFrame) -> str:
 # --- texts of a stream's receiver, ``name``, about its sender --------------------------------------------------------
 
 
-def describe_swapped_sender(name: str, sender: str, known: int, now: int, received: int) -> str:
-    """Describe a sender whose log was replaced. ``known``, ``now``: committer IDs."""
+def describe_swapped_sender(name: str, sender: str, old_id: int, new_id: int, received: int) -> str:
+    """Describe a sender whose log was replaced. ``old_id``, ``new_id``: committer IDs."""
     return (
-        f"{sender!r} was committer {known} here and is {now} now: its log was wiped or swapped; {received} of its "
+        f"{sender!r} was committer {old_id} here and is {new_id} now: its log was wiped or swapped; {received} of its "
         f"messages are here; restore it, or run {reset_command(name, sender)}"
     )
 

@@ -457,8 +457,8 @@ def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | 
     return Backup(first, last, copied, checkpoints_count)
 
 
-def _check_sound(verification: LogVerification, what: str) -> None:
+def _check_sound(verification: LogVerification, subject: str) -> None:
     wrong = [str(finding.message) for finding in verification.findings() if finding.severity is not Severity.NOTE]
     if wrong:
         others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise BackupError(f"{what} is damaged: {wrong[0]}{others}")
+        raise BackupError(f"{subject} is damaged: {wrong[0]}{others}")

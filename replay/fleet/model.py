@@ -154,7 +154,7 @@ class Service(Struct, eq=False):
         the log's run."""
         draws = self.recorded.draws
         of_all = draws.starts(sequence_id) if indices is None else indices
-        told = [draw for index in of_all for draw in draws.of(sequence_id, index)]
+        told = [draw for index in of_all for draw in draws.draws_of(sequence_id, index)]
         self.player.tasks.receive_draws(told)
 
     def refuse_early(self) -> NoReturn:

@@ -230,7 +230,7 @@ class LmdbPlace(Place):
     def remove(self) -> None:
         remove_log(self._folder)
 
-    def make_private(self) -> str | None:
+    def restrict_access(self) -> str | None:
         return restrict_log_modes(self._folder)
 
     def lock(self) -> Callable[[], None]:
