@@ -22,7 +22,7 @@ import msgspec
 
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
 from immortal.appsdk.calls.outbox import OF_ORDER
-from immortal.appsdk.calls.user_code import describe_arguments
+from immortal.appsdk.calls.user_code import describe_arguments, describe_result
 from immortal.appsdk.effects.effect import encodable
 from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
@@ -477,9 +477,10 @@ def describe_one(tasks: Tasks, number: int) -> Values:
 def _queued(tasks: Tasks, call: SavedTask) -> Values:
     handler = tasks.definition.by_method_id[call.method_id]
     waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
-    arguments = describe_arguments(tasks.codec(handler).decode(call.arguments), handler.signature.parameters)
+    arguments = tasks.codec(handler).decode(call.arguments)
+    shown = describe_arguments(arguments, handler.signature.parameters, handler.name)
     place = call.sequence_id, call.message_index
-    told = _call(call, handler.function.__qualname__, arguments, place)
+    told = _call(call, handler.function.__qualname__, shown, place)
     return told | {"waits": [waits], "at": [], "cancelled": []}
 
 
@@ -538,7 +539,8 @@ def describe_step(entry: Entry) -> Values:
         return {"step": 0, "what": "cancelled", **_cancellation(entry), "raised": True}
     try:
         shown = decoding.decode_shown(entry.value, ext_hook=read_extension)
-        value = encodable(_raised(shown) if entry.raised else describe_arguments((shown,))[1:-1])
+        called = entry.what.partition(" of ")[0].rpartition(" ")[2]
+        value = encodable(_raised(shown) if entry.raised else describe_result(shown, called))
     except decoding.DecodeError:
         value = f"{len(entry.value)} bytes"
     what = described(entry) if entry.what == TIMER else entry.what
