@@ -127,7 +127,7 @@ def _rpc(content: bytes, start: int, end: int, methods: Methods) -> dict[str, An
         "method_id": rpc.method_id,
         "rpc_type": RpcType(rpc.rpc_type).name.lower(),
         "size_bytes": len(rpc.arguments),
-        "arguments": _shown(rpc.arguments, name),
+        "arguments": _shown(rpc.arguments, name if rpc.method_id >= 0 else None),
         **({} if name is None else _named(rpc, name)),
     }
 
