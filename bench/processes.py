@@ -269,7 +269,7 @@ def register(
         instance = registry.register(name, "tcp://127.0.0.1:*", **settings)
         instance.folder.mkdir(parents=True, exist_ok=True)
         if curve:
-            keys.make(instance.folder)
+            keys.create(instance.folder)
         services[name] = Service(instance, app, dict(environment))
     return services
 

@@ -81,7 +81,7 @@ def keys(
     folder = registry.load(name).folder if role is Role.INSTANCE else registry.home / name
     done = ""
     if make:
-        key_files.make(folder, role, last_day)
+        key_files.create(folder, role, last_day)
         done = _MADE
     elif rotate:
         key_files.rotate(folder, last_day)
@@ -107,7 +107,7 @@ def _fleet(file: Path, *, make: bool, as_json: bool) -> None:
     from immortal.coordinator.peers import fleet_keys
 
     fleet, today = fleet_keys.read(file), key_files.today()
-    done = list(fleet_keys.make(fleet, today)) if make else []
+    done = list(fleet_keys.create_missing(fleet, today)) if make else []
     problems = list(fleet_keys.problems(fleet, today))
     if as_json:
         echo_json({"done": done, "problems": problems})

@@ -101,16 +101,16 @@ def archive(
         lambda text: echo(f"{name}: {text}", err=True),
     )
     if once:
-        made = follower.once()
+        made = follower.archive_once()
         last = made or _last(there)
         if as_json:
             echo_json({"name": name, "url": url, "new": made is not None, **_described(last)})
         else:
-            echo(f"{name}: {'archived' if made else 'nothing new'}: {_in_words(last)}, in {there.objects.where}")
+            echo(f"{name}: {'archived' if made else 'nothing new'}: {_in_words(last)}, in {there.objects.location}")
         return
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *of: over.set())
-    echo(f"{name}: archiving to {there.objects.where}, every {every_s:g} s", err=True)
+    echo(f"{name}: archiving to {there.objects.location}, every {every_s:g} s", err=True)
     follower.run()
     found = there.last()
     echo(f"{name}: ended{'' if found is None else f': {_in_words(found[0])}'}", err=True)
@@ -122,7 +122,7 @@ def _archive(url: str, name: str, key_file: Path | None, *, make: bool = True) -
         from immortal.coordinator.archive.archive import Archive, Cipher
     except ImportError as error:
         raise _missing(error) from None
-    cipher = None if key_file is None else Cipher.of_file(key_file)
+    cipher = None if key_file is None else Cipher.from_file(key_file)
     return Archive(_objects(url, make=make).below(name), cipher)
 
 
@@ -131,7 +131,7 @@ def _objects(url: str, *, make: bool) -> Objects:
         from immortal.coordinator.objects.store import Objects, store_of
     except ImportError as error:
         raise _missing(error) from None
-    return Objects(store_of(url, make=make), url.rstrip("/"))
+    return Objects(store_of(url, create=make), url.rstrip("/"))
 
 
 def _missing(error: ImportError) -> FailedError:
@@ -141,7 +141,7 @@ def _missing(error: ImportError) -> FailedError:
 def _last(there: Archive) -> ArchivedMoment:
     found = there.last()
     if found is None:
-        raise FailedError(f"there is no archive in {there.objects.where}")
+        raise FailedError(f"there is no archive in {there.objects.location}")
     return found[0]
 
 
@@ -199,12 +199,12 @@ def _names(url: str) -> list[str]:
 def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> None:
     moments = there.moments()
     if not moments:
-        raise FailedError(f"there is no archive in {there.objects.where}")
+        raise FailedError(f"there is no archive in {there.objects.location}")
     size_bytes = sum(stored.size_bytes for stored in there.objects.listed())
     oldest, last = moments[0], moments[-1]
     risk = _at_risk(registry, name, last)
     if as_json:
-        said = {"name": name, "url": there.objects.where, "moments": len(moments), "size_bytes": size_bytes}
+        said = {"name": name, "url": there.objects.location, "moments": len(moments), "size_bytes": size_bytes}
         said |= {"oldest": _described(oldest), "newest": _described(last)}
         echo_json({**said, "at_risk": risk})
         return
@@ -267,7 +267,7 @@ def restore(
     _refuse_to_overwrite(settings)
     moments = there.moments()
     if not moments:
-        raise FailedError(f"there is no archive in {there.objects.where}")
+        raise FailedError(f"there is no archive in {there.objects.location}")
     index = index_of(
         moments,
         until_ns=until.ns if isinstance(until, Time) else None,
@@ -280,7 +280,7 @@ def restore(
         said = {"name": name, "log": settings.log, "objects": restored.objects_count, **_described(moment)}
         echo_json({**said, "committer_id": moment.committer_id, "authenticated": restored.authenticated})
         return
-    echo(f"{name}: {_in_words(moment)}, in {place.where}")
+    echo(f"{name}: {_in_words(moment)}, in {place.label}")
     age_s = max(0.0, (time.time_ns() - moment.taken_ns) / 1e9)
     begun, taken = time_text(moment.created_ns), time_text(moment.taken_ns)
     echo(f"  of the log {moment.committer_id}, begun {begun}; archived {taken}, {age_text(age_s)} ago")

@@ -74,9 +74,9 @@ def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
         findings += [note(Area.HOME, text, "", "") for text in problems(row | {"unsaved": None})]
     if as_json:
         shown = msgspec.to_builtins(findings)
-        echo_json({"log": place.where, "writer": holder, "crashes": lines, "findings": shown})
+        echo_json({"log": place.label, "writer": holder, "crashes": lines, "findings": shown})
         return findings
-    echo(f"{name}: its log is in {place.where}, written by {holder or 'nobody now'}")
+    echo(f"{name}: its log is in {place.label}, written by {holder or 'nobody now'}")
     for line in lines:
         echo(f"  {line}")
     _show(findings)

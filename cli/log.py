@@ -230,20 +230,20 @@ def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool
     if switch:
         control.refuse_running(settings.folder)
         if (holder := source.holder()) is not None:
-            raise RegistryError(f"the log {source.where} is written by {holder}: stop it first")
+            raise RegistryError(f"the log {source.label} is written by {holder}: stop it first")
     made = back_up(source, name, place, own_logs.read_keys(settings))
     if switch:
         control.refuse_running(settings.folder)
         with own_logs.open_reader(settings, check=False) as reader:
             if reader.summary().last_sequence_id != made.last_sequence_id:
-                raise RegistryError(f"{name} ran during the copy: its log stays in {source.where}; try again")
+                raise RegistryError(f"{name} ran during the copy: its log stays in {source.label}; try again")
         registry.remember_log(name, log)
     if as_json:
         echo_json({"name": name, "log": log, "switched": switch, **asdict(made)})
         return
-    echo(f"{name}: {_kept(made)} in {place.where}: verified")
+    echo(f"{name}: {_kept(made)} in {place.label}: verified")
     if switch:
-        echo(f"{name} uses this copy from its next start on; the log in {source.where} is unchanged: remove it once")
+        echo(f"{name} uses this copy from its next start on; the log in {source.label} is unchanged: remove it once")
         echo("all is well, so that nothing starts from it")
 
 
@@ -271,7 +271,7 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
     """
     places = _log_place(registry, first), _log_place(registry, second)
     if places[0].key == places[1].key:
-        raise click.UsageError(f"{first} and {second} are the same log, in {places[0].where}")
+        raise click.UsageError(f"{first} and {second} are the same log, in {places[0].label}")
     with open_reader(places[0]) as ours, open_reader(places[1]) as theirs:
         with progress_bar("comparing") as progress:
             found = LogDiff((first, ours), (second, theirs), limit=limit, progress=progress)
@@ -289,7 +289,7 @@ def _log_place(registry: Registry, name_or_log: str) -> Place:
         if place.exists():
             return place
         if not is_in_folder(name_or_log) or os.sep in name_or_log or os.path.isdir(name_or_log):
-            raise RegistryError(f"there is no log in {place.where}: expected an instance or the folder of a log")
+            raise RegistryError(f"there is no log in {place.label}: expected an instance or the folder of a log")
     return own_logs.place_of(settings_with_log(registry, name_or_log))
 
 

@@ -34,7 +34,7 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
     if "app_send_mode" in given and "app_send_port" not in given:
         raise click.UsageError("--app-send-mode needs --app-send-port")
     settings = registry.register(name, keyed=True, **given)
-    keys.make(settings.folder)
+    keys.create(settings.folder)
     own_logs.OwnLogs(settings.folder).create()
     made = ""
     if not is_in_folder(settings.log):
@@ -79,9 +79,9 @@ def _make_log(settings: InstanceSettings) -> str:
     if not place.is_shared:
         return ""
     if place.exists():
-        return f"uses the existing log {place.where}: 'immortal log diff' shows its instance"
+        return f"uses the existing log {place.label}: 'immortal log diff' shows its instance"
     own_logs.open_log(settings).close()
-    return f"made the log {place.where}"
+    return f"made the log {place.label}"
 
 
 def _relative(path: Path) -> str:
@@ -212,7 +212,7 @@ def _rows(schema: type[Struct], table: str = "") -> Iterator[tuple[str, str, str
 
 def _expected(setting: Setting) -> str:
     if setting.is_table:
-        return f"a table [{setting.name}], for each name {setting.of_each.expected}"
+        return f"a table [{setting.name}], for each name {setting.each_value.expected}"
     unit = setting.about.get("unit")
     return f"{setting.expected} ({unit})" if unit else setting.expected
 

@@ -43,8 +43,8 @@ from immortal.protocol.files import opener, write_whole
 from immortal.protocol.safe_output import printable_json
 from immortal.protocol.verdicts import Verdict
 from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
-from immortal.replay.app_process import OwnCode, default_app, own_code_at_end, show_state
-from immortal.replay.plan import AppExitedError, never_was
+from immortal.replay.app_process import OwnCode, code_at_end, default_app, show_state
+from immortal.replay.plan import AppExitedError, unshowable_state_text
 from immortal.replay.result import CountingSink, summary_json, summary_lines, too_little_text
 from immortal.replay.travel.sessions import Sessions
 from immortal.replay.verify import ProvingSink, state_problem, verify_section, verify_sections
@@ -160,7 +160,7 @@ def replay(
         summary = reader.summary()
         route = plan_route(plan, reader, summary)
         is_own = app is None
-        own = OwnCode(app) if app is not None else own_code_at_end(settings, summary, route)
+        own = OwnCode(app) if app is not None else code_at_end(settings, summary, route)
         app, code = own.app, own.archive
         if own.note:
             echo(f"note: replays {own.note}", err=True)
@@ -189,7 +189,7 @@ def replay(
                 progress=advance,
                 stop=stop,
                 announce=_announce(name),
-                tells=tells,  # the message to stop at is called, whatever became of it
+                sends_verdict=tells,  # the message to stop at is called, whatever became of it
             )
         except AppExitedError as error:
             if breaks and error.exit_status == EXIT_INTERRUPTED:
@@ -201,7 +201,7 @@ def replay(
                 reader, route, AppCommand.of(app, settings=settings, code=code), own.first
             )
         if problem and is_own and (shows_state or state_file is not None):
-            raise FailedError(never_was(name, problem))
+            raise FailedError(unshowable_state_text(name, problem))
         if result.failure is None and state_file is not None:
             with open(blob, "rb") as made, open(state_file, "wb", opener=opener) as kept:
                 shutil.copyfileobj(made, kept)

@@ -275,7 +275,7 @@ def logs(ctx: click.Context, names: tuple[str, ...], follow: bool, count: int | 
         at, _, rest = line.partition(" ")
         level, _, text = rest.partition(" ")
         of_coordinator: Level | None = level if level in ("debug", "info", "warning", "error") else None  # type: ignore[assignment]
-        console.line(name, text if of_coordinator else f"{at} {'':<7} {text}", of_coordinator, at)
+        console.write_line(name, text if of_coordinator else f"{at} {'':<7} {text}", of_coordinator, at)
 
     with contextlib.suppress(KeyboardInterrupt) if follow else contextlib.nullcontext():
         for name, line in merge_by_time(tails, count):

@@ -44,7 +44,7 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.files import write_whole
 from immortal.protocol.safe_output import printable
 from immortal.replay import OWN_VERSION, AppCommand
-from immortal.replay.app_process import OwnCode, own_code_at_end
+from immortal.replay.app_process import OwnCode, code_at_end
 from immortal.replay.comparison import Side
 from immortal.replay.what_if import plan_what_if, run_what_if, try_upgrade
 
@@ -150,7 +150,7 @@ def what_if(
         tempfile.TemporaryDirectory(prefix="immortal-") as folder,
     ):
         route = plan_what_if(reader, checkpoint_id=checkpoint_id, last_sequence_id=last_sequence_id)
-        old = OwnCode(old_app) if old_app else own_code_at_end(settings, reader.summary(), route)
+        old = OwnCode(old_app) if old_app else code_at_end(settings, reader.summary(), route)
         if old.note:
             echo(f"note: the old side runs {old.note}", err=True)
         apps = {

@@ -89,17 +89,17 @@ class AuditLog:
         self._previous = FIRST
         self._tallies: dict[tuple[str, str], _Tally] = {}
 
-    def write(self, what: str, **fields: object) -> None:
+    def write(self, event: str, **fields: object) -> None:
         """Write one line."""
-        self._try(what, fields, sync=False)
+        self._try(event, fields, sync=False)
 
-    def write_through(self, what: str, **fields: object) -> None:
+    def write_through(self, event: str, **fields: object) -> None:
         """Write one line and sync it, so that it survives power loss."""
-        self._try(what, fields, sync=True)
+        self._try(event, fields, sync=True)
 
-    def _try(self, what: str, fields: dict[str, object], *, sync: bool) -> None:
+    def _try(self, event: str, fields: dict[str, object], *, sync: bool) -> None:
         try:
-            self._write(what, fields)
+            self._write(event, fields)
             if sync and self._descriptor is not None:
                 os.fdatasync(self._descriptor)
         except OSError as error:
@@ -108,14 +108,14 @@ class AuditLog:
             self._lost += 1
             self._close()
 
-    def _write(self, what: str, fields: dict[str, object]) -> None:
+    def _write(self, event: str, fields: dict[str, object]) -> None:
         if self._descriptor is None:
             cut_bytes = self._open()
             if cut_bytes:  # a crash, or a full disk, had cut a line
                 self._append("cut", {"bytes": cut_bytes})
         if self._size_bytes >= self._size_bytes_max:
             self._rotate()
-        self._append(what, {**fields, "lost": self._lost} if self._lost else fields)
+        self._append(event, {**fields, "lost": self._lost} if self._lost else fields)
         self._lost = 0
 
     def _open(self) -> int:
@@ -134,12 +134,12 @@ class AuditLog:
         self._previous = hash_of(before[:-1].rpartition(b"\n")[2]) if before else FIRST
         return len(text) - whole
 
-    def _append(self, what: str, fields: dict[str, object]) -> None:
+    def _append(self, event: str, fields: dict[str, object]) -> None:
         assert self._descriptor is not None
         now_ns = self._clock_ns()
         when = datetime.fromtimestamp(now_ns / 1e9, UTC).isoformat(timespec="milliseconds")
         values = {key: _clipped(value) for key, value in fields.items()}
-        entry = {"time": when, "what": what, **values, "previous": self._previous}
+        entry = {"time": when, "what": event, **values, "previous": self._previous}
         line = json.dumps(entry, separators=(",", ":")).encode()
         written = os.write(self._descriptor, line + b"\n")
         self._size_bytes += written
@@ -157,15 +157,15 @@ class AuditLog:
 
     # --- entries that can occur at any rate --------------------------------------------------------------------------
 
-    def count(self, what: str, who: str, now_ns: int, count: int = 1, **fields: object) -> None:
+    def count(self, event: str, subject: str, now_ns: int, count: int = 1, **fields: object) -> None:
         """Count ``count`` more occurrences. The first one writes a line at once; later ones are summed up, one line per
         TALLY_NS.
 
         ``fields``: of the last occurrence. ``now_ns``: monotonic.
         """
-        key = what, who
+        key = event, subject
         if key not in self._tallies and len(self._tallies) >= TALLIES_MAX:
-            key = what, ""
+            key = event, ""
         tally = self._tallies.setdefault(key, _Tally())
         tally.count += count
         tally.fields = fields
@@ -257,7 +257,7 @@ class Auditor:
     def __init__(self, log: AuditLog) -> None:
         self._log = log
         self._has_started = False
-        self._seen: Counter[tuple[str, str]] = Counter()  # count at the last look, by (what, who)
+        self._counts: Counter[tuple[str, str]] = Counter()  # count at the last call, by (event, subject)
         self._callers: dict[str, list[str]] = {}
         self._limited: list[str] = []
 
@@ -278,29 +278,29 @@ class Auditor:
 
         ``limited``: callers with limited permissions. ``refusals``: numbers of refusals by kind and caller.
         """
-        self._changes(security, sorted(limited))
+        self._write_changes(security, sorted(limited))
         if security is not None:
             for key, count in counters.let_in_by.items():
                 name = security.callers.get(key, "")
                 self._count("let in", f"{name} {key}".strip(), count, now_ns)
         for name, count in counters.refused_by.items():
             self._count("refused: its role does not send that", name, count, now_ns)
-        for what, by_caller in refusals.items():
+        for event, by_caller in refusals.items():
             for name, count in by_caller.items():
-                self._count(what, name, count, now_ns)
+                self._count(event, name, count, now_ns)
         last = counters.last_refused
         self._count("refused: no key, or nobody's", "strangers", counters.strangers_refused, now_ns, last)
         self._count("dropped: a key that may not call any more", "strangers", counters.strangers_dropped, now_ns)
         self._count("dropped: another's name", "impostors", impostors, now_ns)
         self._log.settle(now_ns)
 
-    def _count(self, what: str, who: str, count: int, now_ns: int, last: str = "") -> None:
-        new = count - self._seen[what, who]
+    def _count(self, event: str, subject: str, count: int, now_ns: int, last: str = "") -> None:
+        new = count - self._counts[event, subject]
         if new > 0:
-            self._seen[what, who] = count
-            self._log.count(what, who, now_ns, new, **({"last": last} if last else {}))
+            self._counts[event, subject] = count
+            self._log.count(event, subject, now_ns, new, **({"last": last} if last else {}))
 
-    def _changes(self, security: Security | None, limited: list[str]) -> None:
+    def _write_changes(self, security: Security | None, limited: list[str]) -> None:
         """Write the keys, roles and permissions if they have changed."""
         callers: dict[str, list[str]] = {}
         roles = {} if security is None else security.roles
@@ -310,10 +310,10 @@ class Auditor:
             self._callers, self._limited = callers, limited
             self._log.write_through("may call from now on", callers=callers, limited=limited)
 
-    def operator(self, who: str, verb: str, argument: str) -> None:
+    def write_verb(self, user: str, verb: str, argument: str) -> None:
         """Write that an operator has asked for ``verb``, unless the verb only reads."""
         if verb not in READ_ONLY:
-            self._log.write_through("operator", who=who, verb=verb, argument=argument)
+            self._log.write_through("operator", who=user, verb=verb, argument=argument)
 
     def close(self, **fields: object) -> None:
         if self._has_started:

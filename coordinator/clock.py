@@ -74,13 +74,13 @@ class InstanceClock:
         self._unsaved_reported = False
         self._hold_ns = hold_ns
         self._is_ours = is_ours
-        self._keeper = self._continued(summary, hold_ns)
+        self._keeper = self._continue_clock(summary, hold_ns)
         self.now_ns()
         self._save()
 
     def take_over(self, summary: LogSummary) -> None:
         """Run the instance's clock from now on: its time continues that of the earlier process."""
-        before, self._keeper = self._keeper, self._continued(summary, self._hold_ns)
+        before, self._keeper = self._keeper, self._continue_clock(summary, self._hold_ns)
         now, running = self._keeper, before.running
         now.clock.offset_ns = max(now.clock.offset_ns, before.clock.offset_ns)
         running.past, running.first_ns, running.last_ns = now.running.past, now.running.first_ns, now.running.last_ns
@@ -88,7 +88,7 @@ class InstanceClock:
         self._is_ours = True
         self._save()
 
-    def _continued(self, summary: LogSummary | None, hold_ns: int) -> Timekeeper:
+    def _continue_clock(self, summary: LogSummary | None, hold_ns: int) -> Timekeeper:
         """Return a clock that continues the earlier process's, and is not behind the log's last record."""
         checkpoints_ns = [] if summary is None else [header.time_ns for header in summary.checkpoints]
         logged_ns = max(0 if summary is None else summary.last_time_ns, *checkpoints_ns, 0)
@@ -107,16 +107,16 @@ class InstanceClock:
         # Without the file, the whole time of the log counts as running time.
         spans = saved.spans if saved is not None and saved.spans else ((min(checkpoints_ns, default=0), logged_ns),)
         running = RunningTime(spans[:-1], *spans[-1])
-        running.begin(self._read_ns + clock.offset_ns)
+        running.start_span(self._read_ns + clock.offset_ns)
         return Timekeeper(clock, running, saved.steps if saved is not None else ())
 
     @property
     def running(self) -> RunningTime:
         return self._keeper.running
 
-    def take_events(self) -> list[ClockMoved]:
+    def pop_events(self) -> list[ClockMoved]:
         """Return clock events that the core must get before the next time."""
-        return self._keeper.take_events()
+        return self._keeper.pop_events()
 
     def now_ns(self, *, accept: bool = False) -> int:
         """Return the instance's time, ns since the Unix epoch. It never goes back."""
@@ -131,19 +131,19 @@ class InstanceClock:
         return reading.time_ns
 
     def _report(self, reading: Reading) -> None:
-        if reading.begun_ns is not None:
+        if reading.held_jump_ns is not None:
             self.jumps_count += 1
-            offset = _format_offset(reading.begun_ns)
+            offset = _format_offset(reading.held_jump_ns)
             self._log.warning(
                 f"the machine's clock is {offset} the instance's time: that goes on as before, until"
                 f" this has stood for {self._keeper.clock.hold_ns // 1_000_000_000} s, or"
                 f" 'immortal clock {self._name} --accept' says that it is right"
             )
-        if reading.taken_ns is not None:
-            then = "is stepped" if reading.taken_ns > 0 else "runs 5 % slower until the clock has caught up"
-            offset = _format_offset(reading.taken_ns)
+        if reading.accepted_jump_ns is not None:
+            then = "is stepped" if reading.accepted_jump_ns > 0 else "runs 5 % slower until the clock has caught up"
+            offset = _format_offset(reading.accepted_jump_ns)
             self._log.warning(f"the machine's clock is {offset} the instance's time, and believed now: that {then}")
-        if reading.ended:
+        if reading.jump_ended:
             self._log.info("the machine's clock agrees with the instance's time again")
 
     def wake_at(self, effect: WakeAt) -> None:
@@ -151,7 +151,7 @@ class InstanceClock:
         meanwhile."""
         self.wake_due_ns = time.monotonic_ns() + effect.time_ns - self.now_ns()
 
-    def take_due(self, now_ns: int) -> list[Event]:
+    def due_events(self, now_ns: int) -> list[Event]:
         """Return a Tick if a wake-up is due at ``now_ns`` of the monotonic clock."""
         events: list[Event] = []
         if self.wake_due_ns is not None and now_ns >= self.wake_due_ns:
@@ -161,7 +161,7 @@ class InstanceClock:
 
     def tick(self) -> None:
         """Read the clocks when nothing happens. Call it every TICK_NS."""
-        self.running.reached(self.now_ns())
+        self.running.extend_to(self.now_ns())
         if self._read_ns - self._saved_ns >= SAVE_NS:
             self._save()
 

@@ -303,7 +303,7 @@ class Reader(DataSourceReader):
     """Reader of a batch: it reads what the logs hold when the read is planned.
 
     It has no ``pushFilters``: Spark keeps one reader for each ``load()``. Rows that one query's filter left out would
-    be missing in later queries of that DataFrame (docs/decisions/0075-filters-do-not-reach-the-source.md).
+    be missing in later queries of that DataFrame (docs/decisions/0075-no-filter-pushdown.md).
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:

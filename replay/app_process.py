@@ -267,7 +267,7 @@ class OwnCode(Struct, frozen=True):
     first: int = 0
 
 
-def own_code(settings: InstanceSettings, summary: LogSummary, version: int, sequence_id: int) -> OwnCode:
+def code_of_record(settings: InstanceSettings, summary: LogSummary, version: int, sequence_id: int) -> OwnCode:
     """Return the code that handled a record, if it is kept; else the app of ``version``. Raises ReplayError."""
     folder = settings.folder / kept_code.FOLDER_NAME
     kept = kept_code.code_at(folder, sequence_id)
@@ -279,10 +279,10 @@ def own_code(settings: InstanceSettings, summary: LogSummary, version: int, sequ
     return OwnCode(kept.app, kept.archive(folder), note, kept.first)
 
 
-def own_code_at_end(settings: InstanceSettings, summary: LogSummary, route: Route) -> OwnCode:
-    """Return the code that handled the last record of a route, like :func:`own_code`."""
+def code_at_end(settings: InstanceSettings, summary: LogSummary, route: Route) -> OwnCode:
+    """Return the code that handled the last record of a route, like :func:`code_of_record`."""
     last = summary.last_sequence_id if route.last_sequence_id is None else route.last_sequence_id
-    return own_code(settings, summary, route.last_version, last)
+    return code_of_record(settings, summary, route.last_version, last)
 
 
 # The code that an app has run: the user's modules that it has loaded, and their digest.

@@ -184,9 +184,9 @@ class Comparison:
                     break
             elif old_key < new_key:
                 position = old.position
-                self._report(Difference(Kind.MISSING, destination, old_key, old.take(), None, position))
+                self._report(Difference(Kind.MISSING, destination, old_key, old.pop(), None, position))
             elif new_key < old_key:
-                self._report(Difference(Kind.ADDED, destination, new_key, None, new.take()))
+                self._report(Difference(Kind.ADDED, destination, new_key, None, new.pop()))
             elif singles == 0 and (count := equal_prefix(old, new)):
                 self.equal_count += count
             elif old.peek() == new.peek():
@@ -208,7 +208,7 @@ class Comparison:
             end = self._ends.get(side.other)
             if key is None or end is None:
                 continue
-            position, message = stream.position, stream.take()
+            position, message = stream.position, stream.pop()
             if end.covers(key):
                 if side is Side.OLD:
                     self._report(Difference(Kind.MISSING, destination, key, message, None, position))
@@ -277,7 +277,7 @@ class _Stream(Struct):
         """Position of the next message."""
         return self.loose_positions[0] if self.loose else self.batch.first_position + self.index
 
-    def take(self) -> bytes:
+    def pop(self) -> bytes:
         message = self.peek()
         self.skip(1)
         return message

@@ -91,7 +91,7 @@ class Executions:
     """Index of the random numbers that a replay reported, the handlers that drew them, and the handlers' inputs."""
 
     def __init__(self) -> None:
-        self._began: dict[int, Key] = {}  # handler to the input that began it
+        self._start_keys: dict[int, Key] = {}  # handler to the input that began it
         self._owners: dict[int, int] = {}  # number to the handler that drew it
 
     def drawn(self, sequence_id: int, data: bytes) -> None:
@@ -99,8 +99,8 @@ class Executions:
             if draw.task:
                 self._owners[draw.number] = draw.task
             else:
-                self._began[draw.number] = sequence_id, draw.detail
-        for known in (self._began, self._owners):
+                self._start_keys[draw.number] = sequence_id, draw.detail
+        for known in (self._start_keys, self._owners):
             while len(known) > NUMBERS_MAX:
                 del known[next(iter(known))]
 
@@ -113,7 +113,7 @@ class Executions:
             number = decoding.decode_shown(rpc.arguments, type=list[Any])[0]
         except (decoding.DecodeError, IndexError):
             return None
-        return self._began.get(self._owners.get(number, 0)) if isinstance(number, int) else None
+        return self._start_keys.get(self._owners.get(number, 0)) if isinstance(number, int) else None
 
 
 # Random numbers on their way from the old code to the new code, which must draw the same for the same actions.
@@ -135,13 +135,13 @@ class DrawnNumbersQueue:
         self._size_bytes = 0
         self._known_sequence_id = -1  # all draws up to this record are known
         self._is_all_known = False
-        self._is_told = False
-        self._is_begun = False
+        self._are_numbers_given = False
+        self._has_started = False
 
     def drawn(self, sequence_id: int, data: bytes, *, complete: bool) -> None:
         """Add numbers that the old code drew. ``complete``: no more numbers follow for this record or earlier ones."""
         with self._changed:
-            self._is_told = True
+            self._are_numbers_given = True
             if complete:
                 self._known_sequence_id = sequence_id
                 return
@@ -167,8 +167,8 @@ class DrawnNumbersQueue:
                 data = self._waiting.popleft()[1]
                 self._size_bytes -= len(data) + MESSAGE_SIZE_BYTES
                 found.append(data)
-            if self._is_told and not self._is_begun:
-                self._is_begun = True
+            if self._are_numbers_given and not self._has_started:
+                self._has_started = True
                 found = found or [pack_numbers(sequence_id)]
             self._changed.notify_all()
             return found

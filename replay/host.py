@@ -48,7 +48,7 @@ from immortal.replay.app_process import (
 )
 from immortal.replay.plan import AppExitedError, ReplayError, ReplayPlan, Route, plan_route, route_until
 from immortal.replay.result import ReplayResult, Sink
-from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, Tells, VerdictGiven
+from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, VerdictFilter, VerdictGiven
 
 APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet accepted by its socket
 CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module can load much
@@ -68,7 +68,7 @@ def run_replay(
     stop: Callable[[], bool] = lambda: False,
     announce: Callable[[str], None] = lambda address: None,
     numbers: Callable[[int], Sequence[bytes] | None] | None = None,
-    tells: Tells = lambda verdict: True,
+    sends_verdict: VerdictFilter = lambda verdict: True,
 ) -> ReplayResult:
     """Replay ``plan`` of the log ``source`` with ``app``, and pass its outputs to ``sink``.
 
@@ -78,8 +78,8 @@ def run_replay(
     regularly; True ends the replay at the record reached.
     ``announce(where)``: receives where, and how, an app started by hand must connect. ``numbers(sequence_id)``: returns
     messages for the app before that record, with numbers that another run drew; None: not known yet.
-    ``tells(verdict)``: True if the app gets this verdict of the log and skips the message; else it handles the message
-    again.
+    ``sends_verdict(verdict)``: True if the app gets this verdict of the log and skips the message; else it handles the
+    message again.
 
     A handler that raises is no error: the result's ``news`` or ``failure`` has it. Raises ReplayError (this log does
     not allow the plan), AppExitedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError
@@ -93,12 +93,12 @@ def run_replay(
         if app.settings is not None and app.settings.app_send_port is not None:
             process, connection, said = None, accept_two_ports(app.settings, app.ports, announce, stop, stack), b""
         else:
-            process, connection, said = _come_in(source, app, announce, stop, stack, code_notes)
+            process, connection, said = _start_app(source, app, announce, stop, stack, code_notes)
         stack.callback(connection.close)
         sink.forgotten = partial(personal_keys.read_notes, forgotten_file(code_notes))
         sink.code(read_code(app.name, code_notes))
         blob_file = stack.enter_context(blob_path.open("wb")) if blob_path is not None else None
-        host = _Host(source, summary, route, app, process, connection, said, sink, blob_file, numbers, tells)
+        host = _Host(source, summary, route, app, process, connection, said, sink, blob_file, numbers, sends_verdict)
         try:
             host.run(progress or (lambda records, total: None), stop)
         except AppExitedError as error:
@@ -121,7 +121,7 @@ def find_end(
     app: AppCommand,
     error: AppExitedError,
     announce: Callable[[str], None] = lambda address: None,
-    tells: Tells = lambda verdict: True,
+    sends_verdict: VerdictFilter = lambda verdict: True,
 ) -> AppExitedError:
     """Find the record at which ``app`` ends, after it ended on ``route`` with ``error``, by shorter replays.
 
@@ -132,7 +132,9 @@ def find_end(
     def survives(sequence_id: int) -> bool:
         nonlocal error
         try:
-            run_replay(source, route_until(route, sequence_id), app, Sink(), announce=announce, tells=tells)
+            run_replay(
+                source, route_until(route, sequence_id), app, Sink(), announce=announce, sends_verdict=sends_verdict
+            )
         except AppExitedError as found:
             error = found
             return False
@@ -155,7 +157,7 @@ def find_end(
     return error
 
 
-def _come_in(
+def _start_app(
     source: RecordSource,
     app: AppCommand,
     announce: Callable[[str], None],
@@ -190,7 +192,7 @@ def _come_in(
     if auth is not AppAuth.NONE:
         secret_file = app_secret.path(folder)
         takes_secret = auth is AppAuth.SECRET
-        secret = app_secret.make(folder)
+        secret = app_secret.create(folder)
         gate = AppAuthenticator(
             source.identity.instance_name, secret, warnings_on_stderr("replay"), epoll, takes_secret=takes_secret
         )
@@ -269,24 +271,28 @@ class _Host:
     _app: AppCommand
     _process: AppProcess | None
     _connection: AppConnection
-    _said: bytes  # received from the app so far
+    _first_data: bytes  # received from the app so far
     _sink: Sink
     _blob_file: BinaryIO | None
     _numbers: Callable[[int], Sequence[bytes] | None] | None
-    _tells: Tells
+    _sends_verdict: VerdictFilter
 
     def __post_init__(self) -> None:
         source, route = self._source, self._route
         self._blob_size_bytes = self._blob_check = 0
         self._session = ReplaySession(
-            source.identity.instance_name, self._summary, route, self._tells, rpc_limit_mib=self._app.rpc_limit_mib
+            source.identity.instance_name,
+            self._summary,
+            route,
+            self._sends_verdict,
+            rpc_limit_mib=self._app.rpc_limit_mib,
         )
         self._known_sequence_id = self._summary.last_sequence_id  # the verdicts up to this record are known
         self._blob = source.checkpoint_chunks(route.checkpoint.checkpoint_id)
         self._values: Iterator[bytes] | None = None
         self._unsent_size_bytes = 0
         self._ended: Ended | None = None
-        self._look_again_s = self._heard_s = 0.0
+        self._next_read_s = self._last_received_s = 0.0
         self._is_stateless = False  # True: the app was not asked for its state
         first = route.checkpoint.sequence_id + 1
         self.result = ReplayResult(route.checkpoint, first, first - 1, notes=route.notes)
@@ -297,26 +303,26 @@ class _Host:
 
     def run(self, progress: Callable[[int, int | None], None], stop: Callable[[], bool]) -> None:
         started_s = time.monotonic()
-        for event in (*self._session.begin(), *self._session.receive(self._said)):
-            self._take(event)
+        for event in (*self._session.start(), *self._session.receive(self._first_data)):
+            self._handle_event(event)
         progress_s = started_s
         while self._ended is None:
             if stop():
                 self._session.end_here()
             waits = self._feed()
-            self._turn(waits)
+            self._poll_app(waits)
             now_s = time.monotonic()
             if self._unsent_size_bytes or not self._session.ends_by_silence:
-                self._heard_s = now_s
-            elif now_s - self._heard_s >= SILENCE_S:
+                self._last_received_s = now_s
+            elif now_s - self._last_received_s >= SILENCE_S:
                 self._is_stateless = True
-                self._take(self._session.was_silent())
+                self._handle_event(self._session.was_silent())
             if now_s - progress_s >= PROGRESS_DELAY_S:
                 progress_s = now_s
                 progress(self._session.records, self._route.record_count)
         progress(self._session.records, self._route.record_count)
         self._fill_result(time.monotonic() - started_s)
-        self._leave()
+        self._close_app()
 
     def _fill_result(self, duration_s: float) -> None:
         session, result = self._session, self.result
@@ -375,18 +381,18 @@ class _Host:
 
     def _next_value(self) -> bytes | None:
         if self._values is None:
-            if time.monotonic() < self._look_again_s:
+            if time.monotonic() < self._next_read_s:
                 return None
             self._values = self._source.values(self._session.fed_sequence_id + 1, self._route.last_sequence_id)
         value = next(self._values, None)
         if value is None:
             self._values = None
-            self._look_again_s = time.monotonic() + FOLLOW_DELAY_S
+            self._next_read_s = time.monotonic() + FOLLOW_DELAY_S
         return value
 
     # --- the app to the sink ----------------------------------------------------------------------------------------
 
-    def _turn(self, waits: bool) -> None:
+    def _poll_app(self, waits: bool) -> None:
         """Wait until something can be done, and process what arrived."""
         connection, process = self._connection, self._process
         interest = select.POLLIN | (select.POLLOUT if connection.has_waiting else 0)
@@ -407,11 +413,11 @@ class _Host:
             if self._process is None:
                 raise AppExitedError("the app closed its connection before the replay was complete", None)
             raise _died(self._process, self._app)
-        self._heard_s = time.monotonic()
+        self._last_received_s = time.monotonic()
         for event in self._session.receive(data):
-            self._take(event)
+            self._handle_event(event)
 
-    def _take(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         self._sink.handle(event)
         if isinstance(event, BlobPiece):
             self._blob_size_bytes += len(event.data)
@@ -425,7 +431,7 @@ class _Host:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
+    def _close_app(self) -> None:
         """Let the app end by itself; closing its process stops an app that does not."""
         connection, process = self._connection, self._process
         deadline_s = time.monotonic() + LEAVE_S
@@ -478,7 +484,8 @@ def accept_two_ports(
 class LocalRun:
     """Replay of ``route`` through the class ``definition`` in this process. ``blob``: the state, once it has ``ended``.
 
-    ``now_ns``, ``make_delivery``, ``outsiders``: as in :class:`LocalApp`. ``tells``: as in :class:`ReplaySession`.
+    ``now_ns``, ``make_delivery``, ``outsiders``: as in :class:`LocalApp`. ``sends_verdict``: as in
+    :class:`ReplaySession`.
     """
 
     def __init__(
@@ -489,7 +496,7 @@ class LocalRun:
         sink: Sink,
         *,
         now_ns: int = 0,
-        tells: Tells = lambda verdict: True,
+        sends_verdict: VerdictFilter = lambda verdict: True,
         make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
         outsiders: frozenset[str] = frozenset(),
     ) -> None:
@@ -509,7 +516,7 @@ class LocalRun:
             make_delivery=make_delivery,
             outsiders=outsiders,
         )
-        self.session = ReplaySession(source.identity.instance_name, source.summary(), route, tells)
+        self.session = ReplaySession(source.identity.instance_name, source.summary(), route, sends_verdict)
 
     @property
     def instance(self) -> Any:
@@ -517,17 +524,17 @@ class LocalRun:
 
     def restore(self) -> None:
         """Give the app the state of the checkpoint. Raises the app's error, or ReplayError if the app just ends."""
-        for event in self.session.begin():
-            self.take(event)
-        self.listen()
+        for event in self.session.start():
+            self.handle_event(event)
+        self.process_output()
         for chunk in self.source.checkpoint_chunks(self.route.checkpoint.checkpoint_id):
             self.session.give_blob(chunk)
-            self.pass_on()
+            self.exchange()
         if not self.session.wants_blob:
             name, why = self.source.identity.instance_name, self.app.error or "it has ended"
             raise ReplayError(f"{name}: {self.definition.name} does not accept the state: {why}")
         self.session.blob_is_complete()
-        self.pass_on()
+        self.exchange()
 
     def give(self, value: bytes) -> None:
         """Give the app the next record, in the log's form. Raises the app's error."""
@@ -535,24 +542,24 @@ class LocalRun:
         trailer = decode_trailer(value[header.size_bytes :], header.check)
         self.sink.record(header.sequence_id, value, trailer)
         self.session.give_record(value, trailer)
-        self.pass_on()
+        self.exchange()
 
-    def pass_on(self) -> None:
+    def exchange(self) -> None:
         """Pass data between the session and the app, both ways, until neither has more."""
         while self.ended is None and (data := b"".join(self.session.data_to_send())):
             self.app.receive(data)
-            self.listen()
+            self.process_output()
 
-    def listen(self) -> None:
+    def process_output(self) -> None:
         """Process the app's output. Raises the app's error, except a handler's error, which ends the replay."""
         data = bytes(self.app.output)
         self.app.output.clear()
         for event in self.session.receive(data):
-            self.take(event)
+            self.handle_event(event)
         if self.app.error is not None and self.ended is None:
             raise self.app.error
 
-    def take(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         self.sink.handle(event)
         if isinstance(event, BlobPiece):
             self.blob += event.data

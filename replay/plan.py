@@ -70,7 +70,7 @@ class LogViewError(ImmortalError):
     """Raised if a log can't be shown as requested, or the process that shows it can't be reached."""
 
 
-def never_was(name: str, problem: str) -> str:
+def unshowable_state_text(name: str, problem: str) -> str:
     """Return the error text for a state that can't be shown because other code than that of ``name`` made its log."""
     return (
         f"{name} never had the state that this replay gives: {problem}. Its code has changed without an upgrade, or"

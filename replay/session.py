@@ -45,7 +45,7 @@ from immortal.protocol.trailer import BatchSource, Trailer
 from immortal.protocol.verdicts import MessageKey, Verdict, decode_unsaved, decode_verdict, encode_verdicts
 from immortal.replay.plan import OWN_VERSION, ReplayError, Route, StateUnsavedError, UpgradeFailedError
 
-Tells = Callable[[Verdict], bool]
+VerdictFilter = Callable[[Verdict], bool]
 """Function that returns True if the app gets a verdict of the log; without the verdict, the app handles the message."""
 
 _OF_VERDICTS = REPORTS - {MessageType.VERDICT}
@@ -176,7 +176,7 @@ class ReplaySession:
         name: str,
         summary: LogSummary,
         route: Route,
-        tells: Tells = lambda verdict: True,
+        sends_verdict: VerdictFilter = lambda verdict: True,
         *,
         rpc_limit_mib: int = ARGUMENTS_SIZE_MIB_DEFAULT,
     ) -> None:
@@ -188,8 +188,8 @@ class ReplaySession:
         self.messages = 0
         self._summary = summary
         self._route = route
-        self._tells = tells
-        self._told: set[MessageKey] = set()
+        self._sends_verdict = sends_verdict
+        self._sent_verdicts: set[MessageKey] = set()
         self._last_sequence_id = route.last_sequence_id
         self._versions = list(route.versions)
         self._upgrade_to = route.upgrade_to
@@ -213,7 +213,7 @@ class ReplaySession:
             for destination in sorted({*route.checkpoint.outputs, *self._impulses})
         }
         if not summary.extensions:  # the log of an app of the base protocol, which says no Hello
-            self._begin()
+            self._start_restoring()
         self._handlers: dict[int, Callable[[Message], Iterable[Event]]] = {
             **dict.fromkeys(CALLS, self._calls),
             **dict.fromkeys(_OF_VERDICTS, self._report_of_app),
@@ -276,7 +276,7 @@ class ReplaySession:
         output, self._output = self._output, []
         return output
 
-    def begin(self) -> Iterator[Event]:
+    def start(self) -> Iterator[Event]:
         """Begin; yield the impulses directly after the checkpoint, which the caller must handle first."""
         for stream in self._streams.values():
             yield from stream.add_kept_impulses()
@@ -290,26 +290,28 @@ class ReplaySession:
         require(self.phase is Phase.RESTORING, f"the end of the blob in phase {self.phase.value!r}")
         self.phase = Phase.REPLAYING
         if self._has_verdicts:
-            self._send_verdicts(self._untold(self._summary.verdicts))
+            self._send_verdicts(self._unsent_verdicts(self._summary.verdicts))
         if self._upgrade_to is not None:
             version = None if self._upgrade_to == OWN_VERSION else self._upgrade_to
             self._send_control(MessageType.UPGRADE_SERVICE, version)
-        self._go_on()
+        self._send_next_control()
 
     def give_verdicts(self, verdicts: Iterable[Verdict]) -> None:
         """Send the app new verdicts of the log before the next record."""
-        if self._has_verdicts and (untold := self._untold(verdicts)):
+        if self._has_verdicts and (untold := self._unsent_verdicts(verdicts)):
             self._send_verdicts(untold)
 
-    def _untold(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
+    def _unsent_verdicts(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
         return [
             verdict
             for verdict in verdicts
-            if verdict.sequence_id > self.fed_sequence_id and verdict.key not in self._told and self._tells(verdict)
+            if verdict.sequence_id > self.fed_sequence_id
+            and verdict.key not in self._sent_verdicts
+            and self._sends_verdict(verdict)
         ]
 
     def _send_verdicts(self, verdicts: Sequence[Verdict]) -> None:
-        self._told.update(verdict.key for verdict in verdicts)
+        self._sent_verdicts.update(verdict.key for verdict in verdicts)
         for content in encode_verdicts(verdicts):
             self._output.append(encode_record(self._summary.committer_id, CONTROL_SEQUENCE_ID, content))
 
@@ -346,7 +348,7 @@ class ReplaySession:
         self._upgraded_to = None
         self.records += 1
         self.fed_sequence_id = header.sequence_id
-        self._go_on()
+        self._send_next_control()
         return True
 
     def give_other_record(self, value: bytes, batches: Sequence[BatchSource]) -> None:
@@ -360,14 +362,14 @@ class ReplaySession:
         if self.phase in (Phase.REPLAYING, Phase.UPGRADING):
             self._last_sequence_id = self.fed_sequence_id
         if self.phase is Phase.REPLAYING:
-            self._go_on()
+            self._send_next_control()
 
-    def _begin(self) -> None:
+    def _start_restoring(self) -> None:
         self.phase = Phase.RESTORING
         size = encode_checkpoint(self._route.checkpoint.size_bytes)
         self._output.append(encode_record(self._summary.committer_id, CHECKPOINT_SEQUENCE_ID, size))
 
-    def _go_on(self) -> None:
+    def _send_next_control(self) -> None:
         """Send the messages that follow the last record given."""
         at_end = self._last_sequence_id is not None and self.fed_sequence_id >= self._last_sequence_id
         if self._versions and self._versions[0].sequence_id <= self.fed_sequence_id:
@@ -401,13 +403,13 @@ class ReplaySession:
 
     def receive(self, data: bytes) -> Iterator[Event]:
         """Handle bytes from the app. Raises RemoteProtocolError, UpgradeFailedError, StateUnsavedError."""
-        was_heard = self._app.has_spoken
+        was_heard = self._app.has_sent
         self._reader.receive_data(data)
         while self.phase is not Phase.DONE and (event := self._reader.next_event()) is not None:
             if isinstance(event, Message):
                 yield from self._message(event)
             elif isinstance(event, BlobStart):
-                if not self._app.has_spoken:
+                if not self._app.has_sent:
                     self._check_kind(None)
                 self._require_asked()
             elif isinstance(event, BlobData):
@@ -419,7 +421,7 @@ class ReplaySession:
             yield NumbersDrawn(None)
 
     def _message(self, message: Message) -> Iterable[Event]:
-        if not self._app.has_spoken:
+        if not self._app.has_sent:
             self._check_kind(message)
             if message.message_type == MessageType.HELLO:
                 return ()
@@ -475,7 +477,7 @@ class ReplaySession:
                 f"{'have' if logged else 'have no'} times; this app is of the other kind"
             )
         if self.phase is Phase.GREETING:
-            self._begin()
+            self._start_restoring()
 
     def _calls(self, message: Message) -> Iterator[Outputs | KeptImpulses]:
         origins, self._origins = self._origins, None
@@ -518,7 +520,7 @@ class ReplaySession:
             yield self._end(None)
         else:
             self._app.upgraded = True
-            self._go_on()
+            self._send_next_control()
 
     def _end(self, failure: HandlerFailure | None) -> Ended:
         self.phase = Phase.DONE

@@ -264,10 +264,10 @@ class CheckingSink(Sink):
     def outputs(self, made: Outputs) -> None:
         self.counts[made.destination] = self.counts.get(made.destination, 0) + made.count
         batch = OutputBatch(made.first_position, made.count, made.payload)
-        self._stream(made.destination).made(batch, made.origins or ())
+        self._stream(made.destination).add_outputs(batch, made.origins or ())
 
     def impulses(self, kept: KeptImpulses) -> None:
-        self._stream(kept.destination).passed(OutputBatch(kept.first_position, kept.count, kept.payload))
+        self._stream(kept.destination).add_impulses(OutputBatch(kept.first_position, kept.count, kept.payload))
 
     def finish(self, marks: Mapping[str, OutputMark] | None, *, all_made: bool) -> None:
         """Compare the ends of all streams with ``marks``, those at the end of the section; None if unknown."""
@@ -317,7 +317,7 @@ class ProvingSink(CheckingSink):
         if result.failure is not None:
             return ""
         if self._route.last_message is None:
-            self.see_next(result.last_sequence_id)
+            self.check_next_marks(result.last_sequence_id)
         self.finish(None, all_made=result.flushed)
         methods = {} if result.description is None else result.description.methods
         return self.difference(name, methods)
@@ -333,7 +333,7 @@ class ProvingSink(CheckingSink):
             return f"{name!r} does not repeat what its log has: its calls to itself are different"
         return ""
 
-    def see_next(self, last_sequence_id: int) -> None:
+    def check_next_marks(self, last_sequence_id: int) -> None:
         """Compare with the marks of the record after the last one, unless an upgrade is between them."""
         summary, following = self._source.summary(), last_sequence_id + 1
         if following > summary.last_sequence_id or any(v.sequence_id == last_sequence_id for v in summary.versions):
@@ -342,7 +342,9 @@ class ProvingSink(CheckingSink):
             header = decode_header(value)
             for mark in decode_trailer(value[header.size_bytes :], header.check).outputs:
                 stream = self._stream(mark.destination)
-                if mark.position <= stream.made_position:  # else impulses can lie between, which the replay has not met
+                if (
+                    mark.position <= stream.replayed_position
+                ):  # else impulses can lie between, which the replay has not met
                     stream.expect(following, OutputMark(mark.position, mark.checksum))
 
 
@@ -355,7 +357,7 @@ class _CheckedStream:
         self._divergence: Divergence | None = None
         self._unproved: deque[tuple[int, int]] = deque()  # (first position, count) of unproved batches
         self._proved_position = self._called_position = mark.position if mark else 0
-        self.made_position = self._called_position  # of the last message that the replay has made or skipped
+        self.replayed_position = self._called_position  # of the last message that the replay has made or skipped
         self._is_surplus = False
         self._marks: deque[int] = deque()  # positions of marks not reached yet
         self._origins: deque[tuple[int, Origin]] = deque(maxlen=ORIGINS_KEPT_MAX)  # (first position, its origin)
@@ -372,7 +374,7 @@ class _CheckedStream:
             if len(self._marks) > MARKS_AHEAD_MAX:
                 self._guard(self._check.finish)
 
-    def made(self, batch: OutputBatch, origins: Sequence[Origin]) -> None:
+    def add_outputs(self, batch: OutputBatch, origins: Sequence[Origin]) -> None:
         if self._divergence is not None:
             return
         position = batch.first_position
@@ -381,15 +383,15 @@ class _CheckedStream:
             position += origin.count
         before, self._checksum = self._checksum, crc64(batch.payload, self._checksum)
         if self._witness is not None:
-            self._witness.made(batch.first_position, batch.count, batch.payload)
-        self._guard(lambda: self._check.made(batch, before, self._checksum))
+            self._witness.compare_outputs(batch.first_position, batch.count, batch.payload)
+        self._guard(lambda: self._check.add_made(batch, before, self._checksum))
         self._unproved.append((batch.first_position, batch.count))
-        self.made_position = self._called_position = batch.last_position
+        self.replayed_position = self._called_position = batch.last_position
         self._prove()
 
     def _prove(self) -> None:
         """Drop proved batches: a mark that is reached proves all messages before it."""
-        while self._marks and self._marks[0] <= self.made_position:
+        while self._marks and self._marks[0] <= self.replayed_position:
             self._proved_position = max(self._proved_position, self._marks.popleft())
         if self._witness is not None:
             self._proved_position = max(self._proved_position, self._witness.compared_position)
@@ -401,9 +403,9 @@ class _CheckedStream:
     def unproved_count(self) -> int:
         return sum(count - max(0, self._proved_position - first + 1) for first, count in self._unproved)
 
-    def passed(self, impulses: OutputBatch) -> None:
-        self._guard(lambda: self._check.made(impulses, self._checksum, self._checksum))
-        self.made_position = impulses.last_position
+    def add_impulses(self, impulses: OutputBatch) -> None:
+        self._guard(lambda: self._check.add_made(impulses, self._checksum, self._checksum))
+        self.replayed_position = impulses.last_position
         self._prove()
 
     def finish(self, mark: OutputMark | None, *, all_made: bool) -> None:
@@ -463,7 +465,7 @@ class _Segment(Struct):
     count: int
     payload: bytes
 
-    def take(self, count: int) -> bytes:
+    def pop(self, count: int) -> bytes:
         """Take the next ``count`` messages."""
         offset = offset_after(self.payload, count, self.count)
         taken, self.payload = self.payload[:offset], self.payload[offset:]
@@ -507,7 +509,7 @@ class ReceiverComparison:
         segment = next(self._segments, None)
         return None if segment is None else _Segment(*segment)
 
-    def made(self, first_position: int, count: int, payload: bytes) -> None:
+    def compare_outputs(self, first_position: int, count: int, payload: bytes) -> None:
         """Compare outputs of the replay; set ``difference`` at the first that differs."""
         now = _Segment(first_position, count, payload)
         while now.count and self._then is not None and self.difference is None:
@@ -515,15 +517,15 @@ class ReceiverComparison:
             if not then.count or then.position + then.count <= now.position:
                 self._then = self._next()
             elif then.position < now.position:
-                then.take(now.position - then.position)
+                then.pop(now.position - then.position)
             elif now.position < then.position:
-                now.take(min(now.count, then.position - now.position))
+                now.pop(min(now.count, then.position - now.position))
             else:
                 self._compare(then, now, min(then.count, now.count))
 
     def _compare(self, then: _Segment, now: _Segment, count: int) -> None:
         position = now.position
-        old, new = then.take(count), now.take(count)
+        old, new = then.pop(count), now.pop(count)
         self.compared_position = position + count - 1
         if old == new:
             return

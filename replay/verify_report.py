@@ -83,7 +83,8 @@ class Report:
         if divergence is not None:
             yield f"{self._mark}: {self._divergence(finding, divergence)}"
             for position, message in divergence.made:
-                yield f"  now {position}: {self._call(message, finding)}{self._made_by(finding.origins.get(position))}"
+                origin = self._origin_text(finding.origins.get(position))
+                yield f"  now {position}: {self._call(message, finding)}{origin}"
         else:
             to = repr(finding.destination) if finding.destination else "itself"
             yield f"{self._mark}: the log of {to} holds other calls than the replay makes"
@@ -91,7 +92,7 @@ class Report:
             yield f"  the first that differs is number {difference.position}:"
             then, now = self._both(finding.destination, difference)
             yield f"    then: {then}"
-            yield f"    now:  {now}{self._made_by(finding.origins.get(difference.position))}"
+            yield f"    now:  {now}{self._origin_text(finding.origins.get(difference.position))}"
 
     def _divergence(self, finding: OutputDivergence, divergence: Divergence) -> str:
         if not finding.is_surplus:
@@ -114,7 +115,7 @@ class Report:
         start = max(0, place - CALL_SIZE_MAX // 2)
         return _part(then, start), _part(now, start)
 
-    def _made_by(self, origin: Origin | None) -> str:
+    def _origin_text(self, origin: Origin | None) -> str:
         if origin is None:
             return ""
         handler = self._handler(origin)

@@ -44,7 +44,7 @@ from immortal.replay.plan import (
     usable_checkpoints,
 )
 from immortal.replay.result import OutcomeChanges, ReplayResult, Sink, changed_outcomes, format_failure
-from immortal.replay.session import KeptImpulses, Tells
+from immortal.replay.session import KeptImpulses, VerdictFilter
 from immortal.replay.session import Outputs as Made
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that only one side has so far: above it ...
@@ -128,7 +128,7 @@ def run_what_if(
     ends = {}
     for side, error in outcome.ends.items():
         own = route if side is Side.OLD else new_of(route)
-        ends[side] = find_end(source, own, apps[side], error, partial(announce, side), _tells(side))
+        ends[side] = find_end(source, own, apps[side], error, partial(announce, side), _verdict_filter(side))
         found = ends[side]
         is_end = found.sequence_id == source.summary().last_sequence_id and not found.exit_status
         if found.sequence_id is None or (side is Side.OLD and not is_end):
@@ -138,7 +138,7 @@ def run_what_if(
     return outcome
 
 
-def _tells(side: Side) -> Tells:
+def _verdict_filter(side: Side) -> VerdictFilter:
     return lambda verdict: side is Side.OLD or verdict.cause in NOT_OF_CODE
 
 
@@ -173,11 +173,11 @@ def _run_both(
             stop=lambda: sinks[side].has_seen_enough,
             announce=lambda address: announce(side, address),
             numbers=run.numbers.before if side is Side.NEW and tells_numbers else None,
-            tells=_tells(side),
+            sends_verdict=_verdict_filter(side),
         )
         sinks[side].finish(result)
 
-    run.both(replay)
+    run.run_both(replay)
     notes = [*route.notes, *_notes(apps[Side.NEW], results, route, upgrades=routes[Side.NEW].upgrade_to is not None)]
     return WhatIf(
         route,
@@ -264,9 +264,9 @@ class _Run:
         self._running = set(Side)
         self._error: BaseException | None = None
 
-    def both(self, replay: Callable[[Side], None]) -> None:
+    def run_both(self, replay: Callable[[Side], None]) -> None:
         """Run ``replay`` for both sides at the same time. Raises the error of the first side that fails."""
-        threads = [threading.Thread(target=self._one, args=(replay, side), daemon=True) for side in Side]
+        threads = [threading.Thread(target=self._run_side, args=(replay, side), daemon=True) for side in Side]
         for thread in threads:
             thread.start()
         try:
@@ -279,7 +279,7 @@ class _Run:
         if self._error is not None:
             raise self._error
 
-    def _one(self, replay: Callable[[Side], None], side: Side) -> None:
+    def _run_side(self, replay: Callable[[Side], None], side: Side) -> None:
         try:
             replay(side)
         except UpgradeFailedError as error:
@@ -304,7 +304,7 @@ class _Run:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def came_in(self, side: Side, code: Code | None) -> None:
+    def note_code(self, side: Side, code: Code | None) -> None:
         """Note that ``side`` runs ``code``. Raises ReplayError if both sides run the same file, _StoppedError."""
         if not self._comes_from_elsewhere:
             return
@@ -312,7 +312,7 @@ class _Run:
             self._codes[side] = code
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._error is not None or self._running <= self._codes.keys())
-            self._check_going_on()
+            self._check_not_stopped()
             old, new = (self._codes.get(each) for each in Side)
         if old is not None and new is not None and os.path.realpath(old.file) == os.path.realpath(new.file):
             raise ReplayError(
@@ -323,7 +323,7 @@ class _Run:
     def add(self, side: Side, destination: str, outputs: Outputs, *, by_position: bool) -> None:
         """Add a side's outputs to the comparison. Raises ReplayError, _StoppedError."""
         with self._changed:
-            self._check_going_on()
+            self._check_not_stopped()
             if self.by_position is None:
                 self.by_position = by_position
                 self.findings.is_msgpack = not by_position
@@ -357,12 +357,12 @@ class _Run:
     def progress(self, side: Side, records: int, total: int | None) -> None:
         """Report the progress of ``side``. Raises _StoppedError."""
         with self._changed:
-            self._check_going_on()
+            self._check_not_stopped()
             self._records[side] = records
             if self._progress is not None:
                 self._progress(min(self._records[each] for each in self._running | {side}), total)
 
-    def _check_going_on(self) -> None:
+    def _check_not_stopped(self) -> None:
         if self._error is not None or self.upgrade_error:
             raise _StoppedError
 
@@ -383,7 +383,7 @@ class _Looker(Sink):
         return failed_at is not None and self.fed_sequence_id >= failed_at
 
     def code(self, code: Code | None) -> None:
-        self._run.came_in(self._side, code)
+        self._run.note_code(self._side, code)
 
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
         self.fed_sequence_id = sequence_id
@@ -422,7 +422,7 @@ class _Prover(_Looker):
             raise OutputDivergenceError(divergence)
 
     def _check(self, destination: str) -> OutputCheck:
-        return self._checks.setdefault(destination, OutputCheck(destination, differs=self._differs))
+        return self._checks.setdefault(destination, OutputCheck(destination, on_divergence=self._differs))
 
     @property
     def has_seen_enough(self) -> bool:
@@ -462,7 +462,7 @@ class _Prover(_Looker):
         before = self._marks.get(destination, OutputMark(0, 0)).checksum
         after = crc64(checked, before)
         self._marks[destination] = OutputMark(batch.last_position, after)
-        self._check(destination).made(batch, before, after)
+        self._check(destination).add_made(batch, before, after)
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
         if sequence_id is None:

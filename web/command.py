@@ -118,7 +118,7 @@ def web(registry: Registry, address: _Address, reader_token_file: Path | None, a
     def ready(url: str) -> None:
         echo(f"{url}/login?token={shown}" if shown else f"{url}/")
 
-    with registry.kept():
+    with registry.synchronized():
         serve(
             registry, address.host, address.port, address.tls, token, reader, allow_actions=allow_actions, ready=ready
         )
@@ -179,7 +179,7 @@ def serve(
     token = None if address.token_file is None else read_token(address.token_file)
     config = make_config(gateway(services, token=token), address.tls, STOP_S, limit_concurrency=CONNECTIONS_MAX)
     echo(f"{url_of(listener, address.host, address.tls)} serves {', '.join(found)}")
-    with registry.kept():
+    with registry.synchronized():
         uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -31,7 +31,7 @@ from immortal.presenters.what_if import Report
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.replay import OWN_VERSION, AppCommand
-from immortal.replay.app_process import OwnCode, code_environment, own_code_at_end
+from immortal.replay.app_process import OwnCode, code_at_end, code_environment
 from immortal.replay.comparison import Side
 from immortal.replay.what_if import plan_what_if, run_what_if, try_upgrade
 from immortal.web import WebError
@@ -110,7 +110,7 @@ def run_what_if_order(order: Order, progress: Any) -> dict[str, Any]:
     settings = registry.load(order.name)
     with own_logs.open_reader(settings) as reader, tempfile.TemporaryDirectory(prefix="immortal-") as folder:
         route = plan_what_if(reader, checkpoint_id=order.checkpoint_id, last_sequence_id=order.last)
-        old = OwnCode(order.old_app) if order.old_app else own_code_at_end(settings, reader.summary(), route)
+        old = OwnCode(order.old_app) if order.old_app else code_at_end(settings, reader.summary(), route)
         apps = {
             Side.OLD: AppCommand.of(old.app, settings=settings, code=old.archive),
             Side.NEW: AppCommand.of(order.new_app, settings=settings, code=Path(order.code) if order.code else None),

@@ -154,7 +154,7 @@ def failure_in_words(verdict: Verdict) -> str:
     return ": ".join(filter(None, (verdict.type_name, verdict.text))) or verdict.kind.name.lower()
 
 
-def who_waits(message: bytes) -> Caller | None:
+def waiting_caller(message: bytes) -> Caller | None:
     """Return the caller that waits for the answer to ``message`` (with its size field); None: nobody, or unknown."""
     _, start, end = decode_message(message, 0)
     return decode_caller(message, start, end)

@@ -329,7 +329,7 @@ class Outbox:
             self.close_open()
 
     def _close(self, batch: Batch) -> None:
-        if self.holder is not None and self.holder.holds_back(batch.destination):
+        if self.holder is not None and self.holder.must_hold(batch.destination):
             self._hold(batch)
         else:
             self._send_batch(batch)

@@ -283,7 +283,7 @@ def with_key(proxy: P, key: str) -> P:
     is_text = isinstance(key, str) and is_encodable(key)
     if not is_text or not 1 <= len(key.encode()) <= KEY_SIZE_BYTES_MAX or "\0" in key:
         raise TypeError(f"a key of 1 to {KEY_SIZE_BYTES_MAX} bytes without a zero byte was expected, not {key!r}")
-    return _made_of(proxy, key=key)
+    return _derived(proxy, key=key)
 
 
 def with_traceparent(proxy: P, traceparent: str) -> P:
@@ -292,7 +292,7 @@ def with_traceparent(proxy: P, traceparent: str) -> P:
     ``traceparent``: of the caller's span, in the form of W3C Trace Context. The instance notes it in its log, and
     ``immortal trace`` continues the trace. Raises TypeError.
     """
-    return _made_of(proxy, trace_context=trace_context_of(traceparent))
+    return _derived(proxy, trace_context=trace_context_of(traceparent))
 
 
 def trace_context_of(traceparent: object) -> str:
@@ -312,10 +312,10 @@ async def _after(taken: Awaitable[Any], made: Handle[Any]) -> Handle[Any]:
 
 def with_timeout(proxy: P, timeout: float | None) -> P:
     """Return a proxy with another timeout for each call, in seconds; None: without limit. Raises TypeError."""
-    return _made_of(proxy, timeout_s=timeout)
+    return _derived(proxy, timeout_s=timeout)
 
 
-def _made_of(proxy: P, **changes: Any) -> P:
+def _derived(proxy: P, **changes: Any) -> P:
     before = _checked(proxy)
     client, definition, name, timeout_s, key = before._immortal_parts
     trace_context = "".join(before._immortal_trace)
@@ -332,10 +332,10 @@ def _checked(proxy: object) -> Proxy:
     return proxy
 
 
-Ask = Callable[[Any], Any]
+Execute = Callable[[Any], Any]
 
 
-class _Talk(Transport):
+class _ClientMachine(Transport):
     """State machine of a client: its connection, and its forked calls."""
 
     def __init__(self, finder: Finder, client_id: str | None) -> None:
@@ -367,59 +367,59 @@ class _Waiting:
 
     _method: Method
     _call: Call
-    patience_s: float | None
+    wait_timeout_s: float | None
     _submit: Callable[[Connection], None] | None
-    _again: Callable[[float | None], Any] | None = None
+    _retry: Callable[[float | None], Any] | None = None
     _text: str = ""  # why there is no outcome
     _process_id: int = field(default_factory=os.getpid)
 
-    def begin(self, machine: _Talk, done: Callable[[], None]) -> None:
+    def start(self, machine: _ClientMachine, done: Callable[[], None]) -> None:
         call = self._call
         if self._submit is not None:
             machine.require_open()
             call.done = lambda call: done()
             self._submit(machine.connection)
         elif call.outcome is None:
-            call.done = partial(_tell_both, call.done, done)
+            call.done = partial(_call_both, call.done, done)
         else:
             done()
 
-    def withdraw(self, machine: _Talk) -> None:
+    def withdraw(self, machine: _ClientMachine) -> None:
         machine.connection.withdraw(self._call)
 
-    def expire(self, machine: _Talk) -> None:
+    def expire(self, machine: _ClientMachine) -> None:
         if self._call.outcome is None:
             self.withdraw(machine)
-            self._text = timeout_message(machine, self._method.name, self._call, self.patience_s or 0.0)
+            self._text = timeout_message(machine, self._method.name, self._call, self.wait_timeout_s or 0.0)
 
-    def value(self, ask: Ask) -> Any:
+    def value(self, execute: Execute) -> Any:
         if self._text:
-            raise CallTimeout(self._text, self._call, self._again or partial(self._wait_again, ask))
+            raise CallTimeout(self._text, self._call, self._retry or partial(self._wait_again, execute))
         outcome = self._call.outcome
         if isinstance(outcome, ClientError):
             raise outcome
         assert outcome is not None
         return self._method.value(outcome)
 
-    def _wait_again(self, ask: Ask, timeout_s: float | None) -> Any:
+    def _wait_again(self, execute: Execute, timeout_s: float | None) -> Any:
         """Wait again, if the call belongs to this process. Raises ClientError."""
         require_process(self._process_id, "a call", "only there its reply comes")
-        return ask(_Waiting(self._method, self._call, timeout_s, None))
+        return execute(_Waiting(self._method, self._call, timeout_s, None))
 
 
-def _tell_both(first: Callable[[Call], None], second: Callable[[], None], call: Call) -> None:
+def _call_both(first: Callable[[Call], None], second: Callable[[], None], call: Call) -> None:
     first(call)
     second()
 
 
-def _nobody(call: Call) -> None:
+def _ignore_end(call: Call) -> None:
     """Do nothing: the ``done`` of a call that nobody waits for."""
 
 
 class _Calls:
     """Calls of a client. With an :class:`AsyncClient` all except ``fork`` return awaitables."""
 
-    _shell: ThreadShell[_Talk] | LoopShell[_Talk]
+    _shell: ThreadShell[_ClientMachine] | LoopShell[_ClientMachine]
 
     @property
     def client_id(self) -> str:
@@ -432,24 +432,24 @@ class _Calls:
     def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
-        call = Call(method.method, arguments, _nobody, trace_context)
-        return self._shell.ask(_Waiting(method, call, timeout_s, lambda connection: connection.submit(call, key)))
+        call = Call(method.method, arguments, _ignore_end, trace_context)
+        return self._shell.execute(_Waiting(method, call, timeout_s, lambda connection: connection.submit(call, key)))
 
     def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
         """Ask a query; return its result. It is not logged if the instance can do that. Raises as :meth:`call`."""
-        call = Call(method.method, arguments, _nobody)
+        call = Call(method.method, arguments, _ignore_end)
         again = partial(self.query, method, arguments)
-        return self._shell.ask(_Waiting(method, call, timeout_s, lambda connection: connection.query(call), again))
+        return self._shell.execute(_Waiting(method, call, timeout_s, lambda connection: connection.query(call), again))
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
-        def submit(machine: _Talk) -> None:
+        def submit(machine: _ClientMachine) -> None:
             machine.require_open()
             machine.connection.submit(machine.forks.call(method, arguments, trace_context), key)
 
         self._shell.post(submit)
 
     def settle(self, timeout_s: float | None) -> Any:
-        return self._shell.ask(_Settling(timeout_s))
+        return self._shell.execute(_Settling(timeout_s))
 
     # --- requests with a handle --------------------------------------------------------------------------------------
 
@@ -461,25 +461,27 @@ class _Calls:
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str, trace_context: str = ""
     ) -> Any:
         """Submit a call and wait until the instance has it. Raises ClientError."""
-        call, question = Call(method.method, arguments, _nobody, trace_context), Question(True, _nobody)
+        call, question = Call(method.method, arguments, _ignore_end, trace_context), Question(True, _ignore_end)
 
         def submit(connection: Connection) -> None:
             connection.submit(call, key)
-            connection.ask(question, key)
+            connection.ask_status(question, key)
 
-        return self._shell.ask(_Waiting(STATUS, question, timeout_s, submit))
+        return self._shell.execute(_Waiting(STATUS, question, timeout_s, submit))
 
     def status(self, timeout_s: float | None, key: str) -> Any:
-        question = Question(False, _nobody)
-        return self._shell.ask(_Waiting(STATUS, question, timeout_s, lambda connection: connection.ask(question, key)))
+        question = Question(False, _ignore_end)
+        return self._shell.execute(
+            _Waiting(STATUS, question, timeout_s, lambda connection: connection.ask_status(question, key))
+        )
 
     def result(self, method: Method, timeout_s: float | None, key: str) -> Any:
-        call = Call(method.method, b"", _nobody)
-        return self._shell.ask(_Waiting(method, call, timeout_s, lambda connection: connection.attach(call, key)))
+        call = Call(method.method, b"", _ignore_end)
+        return self._shell.execute(_Waiting(method, call, timeout_s, lambda connection: connection.attach(call, key)))
 
     def cancel(self, arguments: bytes, timeout_s: float | None, key: str) -> Any:
-        call = Call(CANCEL.method, arguments, _nobody)
-        return self._shell.ask(_Waiting(CANCEL, call, timeout_s, lambda connection: connection.cancel(call, key)))
+        call = Call(CANCEL.method, arguments, _ignore_end)
+        return self._shell.execute(_Waiting(CANCEL, call, timeout_s, lambda connection: connection.cancel(call, key)))
 
 
 class Client(_Calls):
@@ -489,8 +491,8 @@ class Client(_Calls):
 
     def __init__(self, finder: Finder, client_id: str | None) -> None:
         self._own_id = OwnId(client_id, f"{finder.name!r}")
-        self._shell: ThreadShell[_Talk] = ThreadShell(
-            lambda: _Talk(finder, self._own_id.take()), f"the client of {finder.name!r}"
+        self._shell: ThreadShell[_ClientMachine] = ThreadShell(
+            lambda: _ClientMachine(finder, self._own_id.claim()), f"the client of {finder.name!r}"
         )
 
     @property
@@ -511,7 +513,9 @@ class AsyncClient(_Calls):
     """Client of one instance for the asyncio loop that runs at its creation. Raises NotConnectable."""
 
     def __init__(self, finder: Finder, client_id: str | None) -> None:
-        self._shell: LoopShell[_Talk] = LoopShell(lambda: _Talk(finder, client_id), f"the client of {finder.name!r}")
+        self._shell: LoopShell[_ClientMachine] = LoopShell(
+            lambda: _ClientMachine(finder, client_id), f"the client of {finder.name!r}"
+        )
 
     async def close(self) -> None:
         """Close the client. Waiting calls end with ClientClosed; the instance can still do what was sent."""
@@ -535,16 +539,16 @@ class ForkTracker:
         self._missing_count += 1
         return Call(method.method, arguments, lambda call: self._done(method, call), trace_context)
 
-    def when_done(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` once no reply is missing, possibly at once."""
-        self._waiting.append(tell)
-        self._tell()
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once no reply is missing, possibly at once."""
+        self._waiting.append(callback)
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if not self._missing_count:
             waiting, self._waiting = self._waiting, []
-            for tell in waiting:
-                tell()
+            for callback in waiting:
+                callback()
 
     def _done(self, method: Method, call: Call) -> None:
         self._missing_count -= 1
@@ -559,7 +563,7 @@ class ForkTracker:
             self._error = self._error or error
         except Exception:  # noqa: S110 (an exception that the handler declares)
             pass
-        self._tell()
+        self._notify()
 
     def check(self, timeout_s: float | None) -> None:
         """Check, after a wait of ``timeout_s``, that all forked calls were done. Raises ClientError if not."""
@@ -575,19 +579,19 @@ class ForkTracker:
 class _Settling:
     """Wait for the replies of forked calls."""
 
-    def __init__(self, patience_s: float | None) -> None:
-        self.patience_s = patience_s
+    def __init__(self, wait_timeout_s: float | None) -> None:
+        self.wait_timeout_s = wait_timeout_s
         self._forks: ForkTracker | None = None
 
-    def begin(self, machine: _Talk, done: Callable[[], None]) -> None:
+    def start(self, machine: _ClientMachine, done: Callable[[], None]) -> None:
         self._forks = machine.forks
         self._forks.when_done(done)
 
-    def withdraw(self, machine: _Talk) -> None:
+    def withdraw(self, machine: _ClientMachine) -> None:
         """Do nothing: the calls are done all the same."""
 
     expire = withdraw
 
-    def value(self, ask: Ask) -> None:
+    def value(self, execute: Execute) -> None:
         assert self._forks is not None
-        self._forks.check(self.patience_s)
+        self._forks.check(self.wait_timeout_s)

@@ -88,8 +88,8 @@ class Connection:
         self.is_talking = False
         self._hello_s = HELLO_MIN_S
         self._hello_due_s = now_s
-        self.heard_s = now_s  # when the last frame came, or the socket was made
-        self._asked_s: float | None = None  # time of the first question since the last frame came
+        self.last_received_s = now_s  # when the last frame came, or the socket was made
+        self._unanswered_since_s: float | None = None  # time of the first question since the last frame came
         self._idle_due_s = now_s + IDLE_POLL_S
         self._resend: dict[str, int] = {}  # client ID: resend numbers above this one
 
@@ -105,35 +105,35 @@ class Connection:
             self._main.add(call)
             return
         lane = self._session_of(key)
-        if self._follows(lane, call, key):
+        if self._joins_open_request(lane, call, key):
             return
         if lane.was_sent:  # and answered
             lane.attach(call, 1)
         else:
             lane.add(call)
 
-    def _follows(self, lane: Session, call: Call, key: str) -> bool:
+    def _joins_open_request(self, lane: Session, call: Call, key: str) -> bool:
         """Join ``call`` to the open request of that key here, or refuse it if it is another call.
 
         Return False if there is no open request."""
-        self._name_known(call)
+        self._resolve_known_name(call)
         first = lane.first
         if first is None:
             return False
-        self._name_known(first)
+        self._resolve_known_name(first)
         if not _may_be_same(first, call):
-            known, given = self._in_words(first), self._in_words(call)
+            known, given = self._describe(first), self._describe(call)
             call.finish(conflict_reply(1, IdentityConflict(f"key {key!r}", known, given, KEY_ADVICE)))
         else:
             lane.follow(call, first)
         return True
 
-    def _name_known(self, call: Call) -> None:
+    def _resolve_known_name(self, call: Call) -> None:
         """Replace the method's name by its ID, if that is known."""
         if isinstance(call.method, str):
             call.method = self._methods.get(call.method, call.method)
 
-    def _in_words(self, call: Call) -> str:
+    def _describe(self, call: Call) -> str:
         method = call.method
         name = next((name for name, number in self._methods.items() if number == method), f"method {method}")
         message = call.message or (encode_request(0, call.arguments) if call.arguments else b"")
@@ -152,16 +152,16 @@ class Connection:
     def attach(self, call: Call, key: str) -> None:
         """Give ``call`` the reply of the request of that key, which was sent, possibly by another process."""
         lane = self._session_of(key)
-        if not self._follows(lane, call, key):
+        if not self._joins_open_request(lane, call, key):
             lane.attach(call, 1)
 
     def cancel(self, call: Call, key: str) -> None:
         """Ask the instance to cancel the request of that key; ``call`` gets the reply."""
         self._session_of(key).add_second(call)
 
-    def ask(self, question: Question, key: str) -> None:
+    def ask_status(self, question: Question, key: str) -> None:
         """Ask for the status of the request of that key."""
-        self._session_of(key).ask(question)
+        self._session_of(key).ask_status(question)
 
     def withdraw(self, call: Call) -> bool:
         """Forget a call that was not sent yet; return True if so."""
@@ -179,7 +179,7 @@ class Connection:
         if lane is not self._main and lane.is_idle:
             self._lanes.pop(lane.client_id, None)
 
-    def ask_soon(self, now_s: float) -> None:
+    def ping_soon(self, now_s: float) -> None:
         """Ping at once, unless something is outstanding: that is polled anyway."""
         self._idle_due_s = now_s
 
@@ -195,14 +195,14 @@ class Connection:
         self.needs_reconnect = False
         self.is_talking = False
         self._hello_s = HELLO_MIN_S
-        self._hello_due_s = self.heard_s = now_s
-        self._asked_s = None
+        self._hello_due_s = self.last_received_s = now_s
+        self._unanswered_since_s = None
 
     def receive(self, data: bytes, now_s: float) -> None:
         """Process one message. A malformed one is dropped: its content is asked for again."""
         try:
             frame = decode_client_frame(data)
-            self.heard_s, self._asked_s = now_s, None
+            self.last_received_s, self._unanswered_since_s = now_s, None
             if frame.frame_type is ClientFrameType.UNKNOWN:
                 return  # of a later version: it can do without an answer
             if self._queries.received(frame, now_s):
@@ -248,7 +248,7 @@ class Connection:
             self._forgotten(lane)
         elif frame.code == ClientCode.BUSY:
             self.problem = "it is busy"
-            lane.resend_due_s, lane.resend_behind = now_s + BUSY_S, frame.number
+            lane.resend_due_s, lane.resend_after = now_s + BUSY_S, frame.number
         elif lane.is_behind(frame.number):
             self._resend[lane.client_id] = frame.number
         if lane is not self._main and frame.code != ClientCode.BUSY:
@@ -266,10 +266,10 @@ class Connection:
         elif frame.code == ClientCode.FORGOTTEN:
             self._forgotten(lane)
         elif frame.code in (ClientCode.MALFORMED, ClientCode.NOT_YOURS):
-            self._begin_anew(lane, refused(frame.reason))
+            self._restart_session(lane, refused(frame.reason))
 
     def _forgotten(self, lane: Session) -> None:
-        self._begin_anew(
+        self._restart_session(
             lane,
             OutcomeUnknown(
                 f"{self.instance!r} does not know client {lane.client_id!r} any more: what it was sent may have been "
@@ -286,14 +286,14 @@ class Connection:
             f"it was sent before may have been done or not"
         )
         for lane in list(self._lanes.values()):
-            self._begin_anew(lane, error)
+            self._restart_session(lane, error)
         self.is_talking = False
         return True
 
-    def _begin_anew(self, lane: Session, error: ClientError) -> None:
+    def _restart_session(self, lane: Session, error: ClientError) -> None:
         self._lanes.pop(lane.client_id, None)
         self._resend.pop(lane.client_id, None)
-        lane.begin_anew(error)
+        lane.restart(error)
         if lane is self._main:
             self._lanes[lane.client_id] = lane
 
@@ -301,8 +301,8 @@ class Connection:
 
     def data_to_send(self, now_s: float) -> list[bytes]:
         """Return all frames that are due now."""
-        if self._asked_s is not None and now_s - self._asked_s >= self._silence_s:
-            self.problem = f"nothing was heard for {now_s - self.heard_s:.1f} s"
+        if self._unanswered_since_s is not None and now_s - self._unanswered_since_s >= self._silence_s:
+            self.problem = f"nothing was heard for {now_s - self.last_received_s:.1f} s"
             self.needs_reconnect = True
         if self.needs_reconnect:
             return []
@@ -315,45 +315,45 @@ class Connection:
                 yield self._hello(now_s)
             return
         resend, self._resend = self._resend, {}
-        for client_id, behind in resend.items():
+        for client_id, after in resend.items():
             if (lane := self._lanes.get(client_id)) is not None:
-                yield from lane.again(behind)
-        born_ns = int(now_s * 1e9) + self._clock_offset_ns
+                yield from lane.resend_all(after)
+        created_ns = int(now_s * 1e9) + self._clock_offset_ns
         self._names_needed = False
         for lane in list(self._lanes.values()):
             if lane.waiting:
-                yield from lane.requests(lambda call: self._resolve(call, now_s), born_ns, now_s)
+                yield from lane.requests(lambda call: self._resolve(call, now_s), created_ns, now_s)
             if lane.resend_due_s is not None and now_s >= lane.resend_due_s:
                 lane.resend_due_s = None
-                yield from lane.again(lane.resend_behind)
+                yield from lane.resend_all(lane.resend_after)
             if lane.poll_due_s is not None and now_s >= lane.poll_due_s:
-                for call in lane.named():
+                for call in lane.unresolved():
                     self._resolve(call, now_s)
-                for frame in lane.polls(born_ns, now_s):
-                    yield self._asked(frame, now_s)
+                for frame in lane.polls(created_ns, now_s):
+                    yield self._expecting_answer(frame, now_s)
         query_due_s = self._queries.due_s
-        if query_due_s is not None and now_s >= query_due_s and now_s - self.heard_s >= BUSY_S:
-            yield self._asked(self._main.ping(now_s), now_s)  # the query itself can take long
+        if query_due_s is not None and now_s >= query_due_s and now_s - self.last_received_s >= BUSY_S:
+            yield self._expecting_answer(self._main.ping(now_s), now_s)  # the query itself can take long
         yield from self._queries.frames(self.client_id, lambda call: self._resolve(call, now_s), now_s)
         if self._names_needed and now_s >= self._hello_due_s:
             self._hello_due_s = now_s + METHODS_POLL_S
-            yield self._asked(self._hello_frame(), now_s)
+            yield self._expecting_answer(self._hello_frame(), now_s)
         if now_s >= self._idle_due_s:
             self._idle_due_s = now_s + IDLE_POLL_S
             if not any(lane.outstanding for lane in self._lanes.values()):
-                yield self._asked(self._main.ping(now_s), now_s)
+                yield self._expecting_answer(self._main.ping(now_s), now_s)
 
     def _hello(self, now_s: float) -> ClientFrame:
         self._hello_due_s = now_s + self._hello_s
         self._hello_s = min(self._hello_s * 2, HELLO_MAX_S)
-        return self._asked(self._hello_frame(), now_s)
+        return self._expecting_answer(self._hello_frame(), now_s)
 
     def _hello_frame(self) -> ClientFrame:
         return ClientFrame(ClientFrameType.HELLO, self._main.client_id, self.instance)
 
-    def _asked(self, frame: ClientFrame, now_s: float) -> ClientFrame:
-        if self._asked_s is None:
-            self._asked_s = now_s
+    def _expecting_answer(self, frame: ClientFrame, now_s: float) -> ClientFrame:
+        if self._unanswered_since_s is None:
+            self._unanswered_since_s = now_s
         return frame
 
     def _resolve(self, call: Call, now_s: float) -> bool:
@@ -399,8 +399,8 @@ class Connection:
         due_s = [self._idle_due_s] if self.is_talking else []
         if not self.is_talking or self._names_needed:
             due_s.append(self._hello_due_s)
-        if self._asked_s is not None:
-            due_s.append(self._asked_s + self._silence_s)
+        if self._unanswered_since_s is not None:
+            due_s.append(self._unanswered_since_s + self._silence_s)
         if self.is_talking:
             if (query_due_s := self._queries.due_s) is not None:
                 due_s.append(query_due_s)
@@ -414,16 +414,16 @@ class Connection:
 
 
 class Queries:
-    """Table of open queries. ``log``: turns a query into a logged call, for an instance that can't do without."""
+    """Table of open queries. ``submit_logged``: turns a query into a logged call, if the instance needs that."""
 
-    def __init__(self, instance: str, log: Callable[[Call], None]) -> None:
+    def __init__(self, instance: str, submit_logged: Callable[[Call], None]) -> None:
         self.problem = ""  # why the last query was not answered yet
         self._instance = instance
-        self._log = log
+        self._submit_logged = submit_logged
         self._number = 0
         self._waiting: dict[int, Call] = {}  # by number; not sent yet
         self._sent: dict[int, Call] = {}
-        self._due_s: dict[int, float] = {}  # of sent queries: when to ask again
+        self._repeat_due_s: dict[int, float] = {}  # of sent queries: when to ask again
 
     def add(self, call: Call) -> None:
         self._number += 1
@@ -434,28 +434,28 @@ class Queries:
         for calls in (self._waiting, self._sent):
             for number in [number for number, one in calls.items() if one is call]:
                 del calls[number]
-                self._due_s.pop(number, None)
+                self._repeat_due_s.pop(number, None)
 
     def greeted(self) -> None:
         """Ask all sent queries again: the coordinator can be another one."""
-        self._due_s = dict.fromkeys(self._sent, 0.0)
+        self._repeat_due_s = dict.fromkeys(self._sent, 0.0)
 
     def close(self, error: ClientError) -> None:
         calls = [*self._sent.values(), *self._waiting.values()]
-        self._waiting, self._sent, self._due_s = {}, {}, {}
+        self._waiting, self._sent, self._repeat_due_s = {}, {}, {}
         for call in calls:
             call.finish(error)
 
     @property
     def due_s(self) -> float | None:
         """Time at which :meth:`frames` must ask a query again; None: never."""
-        return min(self._due_s.values(), default=None)
+        return min(self._repeat_due_s.values(), default=None)
 
     # --- output ------------------------------------------------------------------------------------------------------
 
     def frames(self, client_id: str, resolve: Callable[[Call], bool], now_s: float) -> Iterator[ClientFrame]:
         """Yield the frames of queries that are due. ``resolve``: see :meth:`appsdk.client.session.Session.requests`."""
-        for number in [number for number, due_s in self._due_s.items() if now_s >= due_s]:
+        for number in [number for number, due_s in self._repeat_due_s.items() if now_s >= due_s]:
             yield self._frame(client_id, number, now_s)
         for number, call in list(self._waiting.items()):
             if len(self._sent) >= QUERIES_SENT_MAX:
@@ -469,7 +469,7 @@ class Queries:
                 yield self._frame(client_id, number, now_s)
 
     def _frame(self, client_id: str, number: int, now_s: float) -> ClientFrame:
-        self._due_s[number] = now_s + QUERY_POLL_S
+        self._repeat_due_s[number] = now_s + QUERY_POLL_S
         message = self._sent[number].message
         return ClientFrame(ClientFrameType.QUERY, client_id, self._instance, number=number, count=1, payload=message)
 
@@ -480,7 +480,7 @@ class Queries:
         if frame.frame_type is ClientFrameType.ANSWER:
             (reply,) = decode_replies(frame.payload, 1)
             self.problem = ""
-            call = self._take(frame.number)
+            call = self._remove(frame.number)
             if call is not None:
                 call.finish(reply)
             return True
@@ -491,15 +491,15 @@ class Queries:
             return True
         self.problem = frame.reason
         if frame.code in (ClientCode.NOT_READY, ClientCode.BUSY):
-            self._due_s[frame.number] = now_s + BUSY_S
+            self._repeat_due_s[frame.number] = now_s + BUSY_S
             return True
-        self._take(frame.number)
+        self._remove(frame.number)
         if frame.code == ClientCode.LOGGED_ONLY:
-            self._log(call)
+            self._submit_logged(call)
         else:
             call.finish(refused(frame.reason))
         return True
 
-    def _take(self, number: int) -> Call | None:
-        self._due_s.pop(number, None)
+    def _remove(self, number: int) -> Call | None:
+        self._repeat_due_s.pop(number, None)
         return self._sent.pop(number, None)

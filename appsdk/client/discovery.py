@@ -93,7 +93,7 @@ class Finder(Struct, frozen=True):
         refusal = self._refusal(home, registered) if keys else ""
         return Places(endpoints, keys, pair, (home / self.name).absolute() if here else None, refusal)
 
-    def follow(self) -> RegistryWatch | None:
+    def watch_registry(self) -> RegistryWatch | None:
         """Watch the registry for changes of the instance; return None if only another :meth:`find` can tell.
 
         Raises NotConnectable."""
@@ -150,8 +150,8 @@ class RegistryWatch:
         self._changes = -1
         copy.keep()
 
-    def moved(self, known: Places) -> bool:
-        """Return True if the instance has other endpoints or keys than ``known``. Cheap while nothing changes."""
+    def has_moved(self, places: Places) -> bool:
+        """Return True if the instance has other endpoints or keys than ``places``. Cheap while nothing changes."""
         if self._changes == self._copy.changes:
             return False
         self._changes = self._copy.changes
@@ -159,7 +159,7 @@ class RegistryWatch:
             found = self._finder.find()
         except NotConnectable:
             return False  # unchanged
-        return (found.endpoints, found.server_keys) != (known.endpoints, known.server_keys)
+        return (found.endpoints, found.server_keys) != (places.endpoints, places.server_keys)
 
     def close(self) -> None:
         self._copy.leave()

@@ -47,7 +47,7 @@ class Call:
     trace_context: str = ""
     client_id: str = ""
     number: int = 0  # 0: not sent yet
-    born_ns: int = 0
+    created_ns: int = 0
     message: bytes = b""
     outcome: Reply | ClientError | None = None
     leader: Call | None = None  # the same request, of which this is a repetition
@@ -101,7 +101,7 @@ class Session:
         self.error: ClientError | None = None  # why no call is possible any more
         self.poll_due_s: float | None = None
         self.resend_due_s: float | None = None
-        self.resend_behind = 0
+        self.resend_after = 0
         self._instance = instance
         self._renew = renew
         self.waiting: deque[Call] = deque()  # not sent yet
@@ -164,7 +164,7 @@ class Session:
             self.attach(Call(0, b"", lambda call: None), 1)
         self.add(call)
 
-    def ask(self, question: Question) -> None:
+    def ask_status(self, question: Question) -> None:
         if self.error is not None:
             question.finish(self.error)
             return
@@ -184,15 +184,15 @@ class Session:
         """True if request 1 was sent, possibly by another process."""
         return self._next_number > 1
 
-    def ponged(self, taken: int, now_s: float, *, is_pending: bool) -> None:
-        """Process a pong: the coordinator has the requests up to ``taken``. ``is_pending``: a crash takes them back."""
+    def ponged(self, accepted: int, now_s: float, *, is_pending: bool) -> None:
+        """Process a pong: the coordinator has the requests up to ``accepted``. ``is_pending``: a crash can undo it."""
         self._pings_count = max(0, self._pings_count - 1)
         first = self.outstanding.get(1)
-        is_unknown = taken == 0 and first is not None and not first.message
+        is_unknown = accepted == 0 and first is not None and not first.message
         questions = [question for question in self._questions if question.outcome is None]
         self._questions = []
         for question in questions:
-            question.pongs -= taken > 0 and not (is_pending and question.starts)
+            question.pongs -= accepted > 0 and not (is_pending and question.starts)
             if is_unknown:
                 question.finish(REQUEST_UNKNOWN)
             elif question.pongs <= 0:
@@ -206,7 +206,7 @@ class Session:
                     f"more"
                 )
             )
-        elif self._questions and taken > 0:
+        elif self._questions and accepted > 0:
             self.poll_due_s = now_s + self._pending_s if is_pending else 0.0
             self._pending_s = min(self._pending_s * 2, POLL_MAX_S) if is_pending else PENDING_MIN_S
 
@@ -229,21 +229,21 @@ class Session:
 
     # --- output ------------------------------------------------------------------------------------------------------
 
-    def named(self) -> Iterator[Call]:
+    def unresolved(self) -> Iterator[Call]:
         """Yield the calls that were sent, possibly by another process, and whose method is known only by name."""
         return (call for call in self.outstanding.values() if isinstance(call.method, str))
 
-    def requests(self, resolve: Callable[[Call], bool], born_ns: int, now_s: float) -> Iterator[ClientFrame]:
+    def requests(self, resolve: Callable[[Call], bool], created_ns: int, now_s: float) -> Iterator[ClientFrame]:
         """Yield new calls, as many as can be sent now.
 
         ``resolve``: gives a call its method's ID; returns False if that is unknown, or the call has ended."""
         while self.waiting and len(self.outstanding) < OUTSTANDING_MAX:
             first = self._next_number
-            some: list[Call] = []
+            batch: list[Call] = []
             size_bytes = 0
             while (
                 self.waiting
-                and len(some) < REQUEST_COUNT_MAX
+                and len(batch) < REQUEST_COUNT_MAX
                 and size_bytes < REQUEST_SIZE_BYTES_MAX
                 and self._outstanding_bytes < OUTSTANDING_SIZE_BYTES_MAX
             ):
@@ -254,24 +254,24 @@ class Session:
                     self.waiting.popleft()
                     continue
                 message = encode_request(int(call.method), call.arguments)
-                if some and (
-                    size_bytes + len(message) > REQUEST_SIZE_BYTES_MAX or call.trace_context != some[0].trace_context
+                if batch and (
+                    size_bytes + len(message) > REQUEST_SIZE_BYTES_MAX or call.trace_context != batch[0].trace_context
                 ):
                     break
                 self.waiting.popleft()
                 call.message, call.arguments = message, b""
-                call.client_id, call.number, call.born_ns = self.client_id, self._next_number, born_ns
+                call.client_id, call.number, call.created_ns = self.client_id, self._next_number, created_ns
                 self._next_number += 1
                 self.outstanding[call.number] = call
                 self._outstanding_bytes += len(message)
                 size_bytes += len(message)
-                some.append(call)
-            if not some:
+                batch.append(call)
+            if not batch:
                 return
             if self.poll_due_s is None:
                 self._poll_s = POLL_MIN_S
                 self.poll_due_s = now_s + self._poll_s
-            yield self._request(first, some)
+            yield self._request(first, batch)
 
     def _request(self, first: int, calls: list[Call]) -> ClientFrame:
         return ClientFrame(
@@ -281,7 +281,7 @@ class Session:
             number=first,
             acknowledged=self._acknowledged(),
             count=len(calls),
-            time_ns=calls[0].born_ns,
+            time_ns=calls[0].created_ns,
             payload=b"".join([call.message for call in calls]),
             reason=calls[0].trace_context,
         )
@@ -291,31 +291,31 @@ class Session:
             return 0
         return next(iter(self.outstanding), self._next_number) - 1
 
-    def again(self, behind: int = 0) -> Iterator[ClientFrame]:
-        """Retransmit all outstanding requests with numbers above ``behind``: the connection can be another one."""
+    def resend_all(self, after: int = 0) -> Iterator[ClientFrame]:
+        """Retransmit all outstanding requests with numbers above ``after``: the connection can be another one."""
         self._pings_count = 0
-        yield from self._sent_again(behind, NUMBER_MAX)
+        yield from self._resend(after, NUMBER_MAX)
 
-    def _sent_again(self, behind: int, last: int) -> Iterator[ClientFrame]:
-        some: list[Call] = []
+    def _resend(self, after: int, last: int) -> Iterator[ClientFrame]:
+        batch: list[Call] = []
         size_bytes = 0
         for number, call in list(self.outstanding.items()):
-            if not behind < number <= last or not call.message:
+            if not after < number <= last or not call.message:
                 continue
-            if some and (
-                number != some[-1].number + 1
-                or call.trace_context != some[0].trace_context
-                or len(some) >= REQUEST_COUNT_MAX
+            if batch and (
+                number != batch[-1].number + 1
+                or call.trace_context != batch[0].trace_context
+                or len(batch) >= REQUEST_COUNT_MAX
                 or size_bytes + len(call.message) > REQUEST_SIZE_BYTES_MAX
             ):
-                yield self._request(some[0].number, some)
-                some, size_bytes = [], 0
-            some.append(call)
+                yield self._request(batch[0].number, batch)
+                batch, size_bytes = [], 0
+            batch.append(call)
             size_bytes += len(call.message)
-        if some:
-            yield self._request(some[0].number, some)
+        if batch:
+            yield self._request(batch[0].number, batch)
 
-    def polls(self, born_ns: int, now_s: float) -> Iterator[ClientFrame]:
+    def polls(self, created_ns: int, now_s: float) -> Iterator[ClientFrame]:
         """Poll for outstanding replies, after a pause that grows.
 
         Others can have used this ID. A question by number alone could then return the reply to a call of theirs, if
@@ -326,9 +326,9 @@ class Session:
             for call in self.outstanding.values():
                 if call.arguments and isinstance(call.method, int):  # the request of a key that was sent before
                     call.message, call.arguments = encode_request(call.method, call.arguments), b""
-                    call.born_ns, last = born_ns, max(last, call.number)
+                    call.created_ns, last = created_ns, max(last, call.number)
                     self._outstanding_bytes += len(call.message)
-            yield from self._sent_again(0, last)
+            yield from self._resend(0, last)
         yield self.ping(now_s)
 
     def ping(self, now_s: float) -> ClientFrame:
@@ -381,17 +381,17 @@ class Session:
         else:
             call.finish(reply)
 
-    def is_behind(self, taken: int) -> bool:
-        """Return True if the coordinator has fewer requests (up to ``taken``) than were sent before it was asked."""
-        if taken >= self._pinged:
+    def is_behind(self, accepted: int) -> bool:
+        """Return True if the coordinator has fewer requests (up to ``accepted``) than were sent before it was asked."""
+        if accepted >= self._pinged:
             return False
         self._pinged = 0
         return True
 
-    def was_forgotten(self, taken: int) -> bool:
-        return taken < self._answered
+    def was_forgotten(self, accepted: int) -> bool:
+        return accepted < self._answered
 
-    def begin_anew(self, error: ClientError) -> None:
+    def restart(self, error: ClientError) -> None:
         """Restart with new numbers: sent calls end with ``error``; others get the new client ID, if there is one."""
         outstanding, self.outstanding = self.outstanding, {}
         self._outstanding_bytes = self._answered = 0

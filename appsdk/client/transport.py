@@ -38,17 +38,17 @@ class Transport:
         self.connection = connection
         self._finder = finder
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._turn = 0
+        self._attempt = 0
         self._dealer = Dealer(self._context, _OPTIONS)
-        self._watch = self._dealer.watch
-        self._refused_s: float | None = None  # when the key was first refused
-        self._stopped_s: float | None = None  # when the instance was first found stopped
-        self._look_due_s: float | None = None
-        self._following: RegistryWatch | None = None
+        self._monitor = self._dealer.monitor
+        self._refused_since_s: float | None = None  # when the key was first refused
+        self._stopped_since_s: float | None = None  # when the instance was first found stopped
+        self._check_due_s: float | None = None
+        self._registry_watch: RegistryWatch | None = None
         try:
             self._places: Places = finder.find()
             self._open()
-            self._following = finder.follow()
+            self._registry_watch = finder.watch_registry()
         except BaseException:
             self._dealer.close()
             self._context.term()
@@ -57,11 +57,11 @@ class Transport:
     @property
     def endpoint(self) -> str:
         endpoints = self._places.endpoints
-        return endpoints[self._turn % len(endpoints)]
+        return endpoints[self._attempt % len(endpoints)]
 
     def _open(self) -> None:
         places = self._places
-        key = self._turn // len(places.endpoints)
+        key = self._attempt // len(places.endpoints)
         self._dealer.open(self.endpoint, places, key)
         self._opened_s = time.monotonic()
         self.connection.endpoints_count = len(places.endpoints)
@@ -75,11 +75,11 @@ class Transport:
         connection = self.connection
         now_s = time.monotonic()
         if not connection.is_talking:
-            self._look(now_s)
+            self._check_reachable(now_s)
         if len(self._places.endpoints) > 1 and self._is_deserted(now_s):
             connection.needs_reconnect = True  # to the next endpoint, to which the instance can have moved
-        if self._following is not None and self._following.moved(self._places):
-            self._turn = -1  # the first of its places, with the first of its keys
+        if self._registry_watch is not None and self._registry_watch.has_moved(self._places):
+            self._attempt = -1  # the first of its places, with the first of its keys
             connection.needs_reconnect = True
         while True:
             self._receive()
@@ -94,59 +94,59 @@ class Transport:
             if not data and not self._dealer.has_unread():
                 return
 
-    def _look(self, now_s: float) -> None:
+    def _check_reachable(self, now_s: float) -> None:
         """Check whether the instance can be reached; if not, end the calls that were not sent."""
-        self._watch.look()
-        self._look_due_s = None
+        self._monitor.read_events()
+        self._check_due_s = None
         refusal = self._places.refusal or self._key_refusal(now_s)
-        if not refusal and self._watch.is_unreachable and not self.connection.was_welcomed:
+        if not refusal and self._monitor.is_unreachable and not self.connection.was_welcomed:
             refusal = self._absence(now_s)
         if refusal:
             self.connection.refuse(NotConnectable(refusal))
-        elif self._watch.has_key_mismatch and len(self._places.endpoints) == 1:
+        elif self._monitor.has_key_mismatch and len(self._places.endpoints) == 1:
             self._try_next_key(now_s)
 
     def _try_next_key(self, now_s: float) -> None:
         """Try the server's possible keys one after the other; then all again, when the registry can have others."""
         count = len(self._places.server_keys)
-        is_last = (self._turn + 1) % count == 0
+        is_last = (self._attempt + 1) % count == 0
         due_s = self._opened_s + KEY_RETRY_S if is_last else now_s
         if now_s >= due_s:
             self.connection.needs_reconnect = True
         else:
-            self._look_due_s = due_s
+            self._check_due_s = due_s
 
     def _is_deserted(self, now_s: float) -> bool:
         if now_s - self._opened_s < DESERTED_S:
             return False
-        self._watch.look()
-        return not self._watch.is_up and self._watch.is_unreachable
+        self._monitor.read_events()
+        return not self._monitor.is_up and self._monitor.is_unreachable
 
     def _key_refusal(self, now_s: float) -> str:
         """Return why the key was refused, after a while: before that, the server can still learn a new key."""
-        if not self._watch.refusals or len(self._places.endpoints) > 1:  # the instance can be at another one
-            self._refused_s = None
+        if not self._monitor.refusals or len(self._places.endpoints) > 1:  # the instance can be at another one
+            self._refused_since_s = None
             return ""
-        if self._refused_s is None:
-            self._refused_s = now_s
-        if now_s - self._refused_s >= KEY_REFUSED_S:
+        if self._refused_since_s is None:
+            self._refused_since_s = now_s
+        if now_s - self._refused_since_s >= KEY_REFUSED_S:
             return self.problem
-        self._look_due_s = self._opened_s + KEY_RETRY_S
-        if now_s >= self._look_due_s:
-            self._turn -= 1  # a server that refuses the caller's key has proved its own
+        self._check_due_s = self._opened_s + KEY_RETRY_S
+        if now_s >= self._check_due_s:
+            self._attempt -= 1  # a server that refuses the caller's key has proved its own
             self.connection.needs_reconnect = True
         return ""
 
     def _absence(self, now_s: float) -> str:
         found = self._presence
         if not found.stopped:
-            self._stopped_s = None
+            self._stopped_since_s = None
             return ""
-        if self._stopped_s is None:
-            self._stopped_s = now_s
-        if now_s - self._stopped_s >= STOPPED_S:
+        if self._stopped_since_s is None:
+            self._stopped_since_s = now_s
+        if now_s - self._stopped_since_s >= STOPPED_S:
             return found.problem
-        self._look_due_s = self._stopped_s + STOPPED_S
+        self._check_due_s = self._stopped_since_s + STOPPED_S
         return ""
 
     @property
@@ -159,12 +159,12 @@ class Transport:
         """Reason why no reply comes, as far as the client can know; "" if there is none."""
         if self.connection.is_talking:
             return self.connection.problem
-        self._watch.look()
-        known, seen = self._places.refusal or self._presence.problem, self._watch.problem
+        self._monitor.read_events()
+        known, seen = self._places.refusal or self._presence.problem, self._monitor.problem
         if known or not seen:
             return known or self.connection.problem
         name = self.connection.instance
-        if not self._watch.refusals:
+        if not self._monitor.refusals:
             return f"{seen} ('immortal status {name}', where it runs, says how it is, and where)"
         pair, caller = self._places.pair, self._finder.caller or name
         key = pair.public if pair is not None else ""
@@ -182,7 +182,7 @@ class Transport:
     def _reopen(self, now_s: float) -> None:
         """Open a socket to the next endpoint, with the newest endpoints and keys."""
         self._dealer.close()
-        self._turn += 1
+        self._attempt += 1
         try:
             self._places = self._finder.find()
         except NotConnectable as error:
@@ -193,17 +193,17 @@ class Transport:
     def next_deadline_s(self) -> float:
         """Monotonic time at which :meth:`process` must be called, even without input."""
         due_s = self.connection.next_deadline_s()
-        if self._following is not None:
+        if self._registry_watch is not None:
             due_s = min(due_s, time.monotonic() + MOVED_POLL_S)
-        return due_s if self._look_due_s is None else min(due_s, self._look_due_s)
+        return due_s if self._check_due_s is None else min(due_s, self._check_due_s)
 
     def close(self) -> None:
         """Close the socket. Calls without a reply can still be done."""
         if self._dealer.is_open:
             for data in self.connection.goodbye():
                 self._dealer.send(data)
-        if self._following is not None:
-            self._following.close()
+        if self._registry_watch is not None:
+            self._registry_watch.close()
         self._dealer.close(GOODBYE_LINGER_MS)
         self._context.term()
 
@@ -225,10 +225,10 @@ def timeout_message(transport: Transport, method: str, call: Call, timeout_s: fl
 
 
 class Dealer:
-    """DEALER socket to one endpoint after the other, with a monitor ``watch``. ``options``: of ZeroMQ, by number."""
+    """DEALER socket to one endpoint after the other, with its ``monitor``. ``options``: of ZeroMQ, by number."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: Mapping[zmq.SocketOption, int]) -> None:
-        self.watch = SocketMonitor(context)
+        self.monitor = SocketMonitor(context)
         self._context = context
         self._options = options
         self._socket: zmq.Socket[bytes] | None = None
@@ -259,10 +259,10 @@ class Dealer:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, places.pair.public.encode())
             socket.setsockopt(zmq.CURVE_SECRETKEY, places.pair.secret.encode())
         try:
-            self.watch.watch(socket, has_keys=places.pair is not None)
+            self.monitor.watch(socket, has_keys=places.pair is not None)
             socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self.watch.close()
+            self.monitor.close()
             socket.close()
             raise NotConnectable(f"{endpoint!r} can't be connected to: {error.strerror}") from None
         self._socket = socket
@@ -281,7 +281,7 @@ class Dealer:
         return True
 
     def close(self, linger_ms: int = 0) -> None:
-        self.watch.close()
+        self.monitor.close()
         if self._socket is not None:
             self._socket.close(linger=linger_ms)
             self._socket = None
@@ -341,11 +341,11 @@ class SocketMonitor:
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """Socket to wait for, while one is monitored. It signals once: :meth:`look` takes all events."""
+        """Socket to wait for, while one is monitored. It signals once: :meth:`read_events` takes all events."""
         assert self._monitor is not None
         return self._monitor
 
-    def look(self) -> None:
+    def read_events(self) -> None:
         """Process all events so far."""
         if self._monitor is None:
             return

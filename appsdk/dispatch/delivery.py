@@ -95,14 +95,26 @@ class Delivery:
             (ORDER_METHOD_ID, RpcType.IMPULSE, orders),
             (CANCEL_CALL_METHOD_ID, RpcType.ASYNC, cancels),
             (EFFECT_METHOD_ID, RpcType.FORK, effects),  # a result that had to wait for multicasts
-            (ORDERED_METHOD_ID, RpcType.FORK, _entry(decode_propose, multicasts.proposed, "an ordered multicast")),
+            (
+                ORDERED_METHOD_ID,
+                RpcType.FORK,
+                _entry(decode_propose, multicasts.handle_propose, "an ordered multicast"),
+            ),
             (
                 ORDERING_METHOD_ID,
                 RpcType.FORK,
-                _entry(decode_ordering_message, multicasts.received, "an ordered multicast"),
+                _entry(decode_ordering_message, multicasts.handle_message, "an ordered multicast"),
             ),
-            (FENCING_METHOD_ID, RpcType.FORK, _entry(decode_fence_message, multicasts.fencing, "an ordered multicast")),
-            (EXECUTED_METHOD_ID, RpcType.FORK, _entry(decode_executed, multicasts.executed, "an ordered multicast")),
+            (
+                FENCING_METHOD_ID,
+                RpcType.FORK,
+                _entry(decode_fence_message, multicasts.handle_fencing, "an ordered multicast"),
+            ),
+            (
+                EXECUTED_METHOD_ID,
+                RpcType.FORK,
+                _entry(decode_executed, multicasts.handle_executed, "an ordered multicast"),
+            ),
             (NODE_METHOD_ID, RpcType.FORK, _entry(decode_node_call, inbox.called, "a handle")),
             (NODE_METHOD_ID, RpcType.ASYNC, _entry(decode_awaited_node_call, inbox.called, "a handle")),
             (HANDLES_METHOD_ID, RpcType.FORK, _entry(decode_word, inbox.told, "a handle")),

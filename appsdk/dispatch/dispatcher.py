@@ -130,7 +130,7 @@ class Dispatcher:
         self.is_primary = False  # if True, its hooks can still have to wait
         self.primary_since = 0  # the first record that the app handles as the primary
         self.forks_next = True  # False: the child of the last checkpoint hung
-        self._journals_told: dict[str, tuple[int, int]] = {}  # the longest reported ones, by handler: results, bytes
+        self._reported_journals: dict[str, tuple[int, int]] = {}  # the longest ones, by handler: results, bytes
         self._upgraded = False  # the next TakeCheckpoint completes the upgrade, unless more records come
         self._awaiting_initial = False
         self._read_by_child: list[object] = []  # rows in the files of tables, while a child encodes the state
@@ -194,12 +194,12 @@ class Dispatcher:
 
     @property
     def next_due_ns(self) -> int | None:
-        """Time of the next timer, ns since the Unix epoch, at which to call :meth:`tell_time`; None: no timer."""
+        """Time of the next timer, ns since the Unix epoch, at which to call :meth:`log_time`; None: no timer."""
         return self.tasks.time_impulses.next_due_ns
 
-    def tell_time(self, time_ns: int) -> None:
+    def log_time(self, time_ns: int) -> None:
         """Log the instance's time, ns since the Unix epoch: it comes back as input and ends timers."""
-        self.tasks.time_impulses.tell(time_ns)
+        self.tasks.time_impulses.log_time(time_ns)
 
     @property
     def buffered_bytes(self) -> int:
@@ -251,7 +251,7 @@ class Dispatcher:
             elif message_type == MessageType.BECOMING_PRIMARY:
                 yield from self._become_primary()
             elif message_type == MessageType.VERDICTS:
-                self._failures.know(decode_verdicts(data))
+                self._failures.add_verdicts(decode_verdicts(data))
                 self._rewinds.copies.pinned = bool(self._failures.taken_back)
             elif message_type == MessageType.TAKE_BACK:
                 self.healing.forced.append(decode_verdict(data))
@@ -264,7 +264,7 @@ class Dispatcher:
                 if self.time.jumped_ns:
                     self.tasks.time_impulses.jumped(self.time.time_ns, self.time.jumped_ns)
             elif message_type == MessageType.HANDLERS_ASKED:
-                self._tell_handlers(decode_handlers_question(data))
+                self._send_handlers(decode_handlers_question(data))
                 yield OutputReady()
             elif message_type == MessageType.QUERY_ASKED:
                 self._answer_query(decode_query(data))
@@ -281,7 +281,7 @@ class Dispatcher:
                     f"a control record holds a message of type {message_type}, which this SDK does not know"
                 )
 
-    def _tell_handlers(self, question: HandlersQuestion) -> None:
+    def _send_handlers(self, question: HandlersQuestion) -> None:
         if question.sequence_id >= 0:
             value = self.tasks.orders.outcome(question.sequence_id, question.message_index)
         elif question.retries:
@@ -315,13 +315,13 @@ class Dispatcher:
             yield from self.records.announce(Handling(sequence_id))
         yield from self._rewinds.handle(record)
         if sequence_id in self._failures.taken_back:
-            self.healing.repeat(sequence_id)
+            self.healing.apply_taken_back(sequence_id)
         if self.context.record_time_ns is not None:
             self._extended = True
         if careful is not None and sequence_id >= careful.last_sequence_id:
             self.records.careful = None  # else the death at a later record would be attributed to this one
             yield from self.records.announce(Handling(-1))
-        if self.is_primary and not self._gate.is_open and self._gate.look():
+        if self.is_primary and not self._gate.is_open and self._gate.poll():
             yield BecamePrimary()
         if self._awaiting_initial:
             self._awaiting_initial = False
@@ -382,10 +382,10 @@ class Dispatcher:
         for name, journals in long.items():
             count = sum(map(len, journals))
             size_bytes = sum(len(entry.value) for entries in journals for entry in entries)
-            told_count, told_bytes = self._journals_told.get(name, (0, 0))
+            told_count, told_bytes = self._reported_journals.get(name, (0, 0))
             is_long = count >= max(JOURNAL_RESULTS_MANY, 2 * told_count)
             if is_long or size_bytes >= max(JOURNAL_SIZE_BYTES_LARGE, 2 * told_bytes):
-                self._journals_told[name] = count, size_bytes
+                self._reported_journals[name] = count, size_bytes
                 yield JournalGrew(name, len(journals), count, size_bytes)
 
     def _take_checkpoint(self) -> Iterator[Event]:
@@ -461,9 +461,9 @@ class Dispatcher:
             self.primary_since = self.context.sequence_id + 1
             self.tasks.effects.start(self._effects)
             self.tasks.queries.is_live = True
-            self._failures.tell_people()
+            self._failures.report_pending()
             self._list_executions()
-            self._rewinds.guards()
+            self._rewinds.start_guard()
             self.tasks.time_impulses.start()
             self._gate.begin()
             if self.may_start_hooks:

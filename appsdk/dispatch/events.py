@@ -75,19 +75,22 @@ TIMED_MAX = 32
 
 
 class HandlerTimeSamples:
-    """Samples of handler times. ``left``: number of next messages to time with ``clock_ns``. No replay needs them."""
+    """Samples of handler times. ``remaining``: number of messages still to time with ``clock_ns``.
+
+    No replay needs them.
+    """
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self.left = 0
+        self.remaining = 0
         self.clock_ns = clock_ns
-        self._taken: list[tuple[str, int]] = []
+        self._samples: list[tuple[str, int]] = []
 
     def add(self, name: str, duration_ns: int) -> None:
-        self.left -= 1
-        self._taken.append((name, duration_ns))
+        self.remaining -= 1
+        self._samples.append((name, duration_ns))
 
     def answer(self) -> dict[str, Any]:
         """Return the samples since the last request, as [method, ns], and time the next handlers."""
-        taken, self._taken = self._taken, []
-        self.left = TIMED_MAX
-        return {"handler": None, "times": taken}
+        samples, self._samples = self._samples, []
+        self.remaining = TIMED_MAX
+        return {"handler": None, "times": samples}

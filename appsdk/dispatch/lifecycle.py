@@ -101,11 +101,11 @@ class Life:
         self._tasks.list_restored(envelope.tasks)
         return front, state
 
-    def go_back(self, blob: bytes) -> None:
+    def restore_copy(self, blob: bytes) -> None:
         """Rewind to a copy of the state of this life; the object stays the same. Raises StateError, JournalError."""
         envelope, state = decode_envelope(blob)
         for table in self.tables:
-            table.go_back()
+            table.undo_changes()
         fresh, _ = finish(self._restored(envelope, Incoming.of(state)))
         self.instance.__dict__ = fresh.__dict__  # in one step: hooks read the object and keep a reference to it
         attach(self.instance, self._context)
@@ -238,7 +238,7 @@ class HookGate:
     def __init__(self, context: Context) -> None:
         self.is_open = False
         self._context = context
-        self._begun = False
+        self._is_watching = False
         self._filed_count = 0  # number of plain calls that had to wait before the app became primary
         self._queued: frozenset[int] | None = None  # numbers of async handlers; None: other calls are waited for first
         self._since_ns = 0
@@ -248,14 +248,14 @@ class HookGate:
         """Begin to watch: the app is primary, and all impulses of earlier lives have been received."""
         context = self._context
         ordering = context.multicasts.ordering
-        self._begun = True
+        self._is_watching = True
         self._filed_count = 0 if ordering is None else ordering.state.filed_count
         self._since_ns = context.record_time_ns or 0
-        self.look()
+        self.poll()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Check after each record whether the hooks can start; return True if they can."""
-        if self._begun and not self.is_open:
+        if self._is_watching and not self.is_open:
             self.is_open = not any(self._filed()) and self._is_executed() and not self._queued_count()
         return self.is_open
 
@@ -286,12 +286,12 @@ class HookGate:
 
     def describe(self) -> list[dict[str, Any]]:
         """Describe what the hooks wait for, like :meth:`Multicasts.describe`; empty if they do not wait."""
-        if not self._begun or self.is_open:
+        if not self._is_watching or self.is_open:
             return []
         what = "before its @on_primary hooks start: input that was logged before must be handled first, as it"
         context, count = self._context, sum(self._filed())
         if count:
-            names = context.multicasts.waits_for()
+            names = context.multicasts.awaited_instances()
             what += " stands behind a multicast"
         elif self._queued:
             names, count = [context.instance_name], self._queued_count()

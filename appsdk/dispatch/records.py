@@ -13,16 +13,16 @@ from msgspec.structs import replace
 
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import failure_in_words, method_of, rpc_of, who_waits
+from immortal.appsdk.calls.failures import failure_in_words, method_of, rpc_of, waiting_caller
 from immortal.appsdk.dispatch.events import Event, Flush, HandlerTimeSamples, OutputReady
 from immortal.appsdk.dispatch.lifecycle import Life
 from immortal.appsdk.dispatch.verdicts import (
     Failures,
     RewindNeededError,
-    awaited_part,
+    find_rpcs,
     message_at,
-    offset_behind,
-    packed_in,
+    offset_after,
+    without_result,
 )
 from immortal.appsdk.errors import HandlerError, RecoveryNeeded, StateError
 from immortal.appsdk.ordering.messages import Plain
@@ -51,7 +51,8 @@ class Records:
     """Handler of the log's records, one after the other.
 
     ``guard``: checks the state after messages; ``can_rewind``: returns True if there is a copy of the state.
-    ``closely``: (record, message) from which on it checks after each message, to find the one that broke the state.
+    ``single_steps_from``: (record, message) from which on it checks after each message, to find the one that broke the
+    state.
 
     ``careful``: an earlier app died at one of these records, so each is announced. ``times``: of handlers, sampled.
     """
@@ -61,30 +62,30 @@ class Records:
         self.times = HandlerTimeSamples()
         self.guard = Guard()
         self.can_rewind: Callable[[], bool] = lambda: False
-        self.closely: tuple[int, int] | None = None
+        self.single_steps_from: tuple[int, int] | None = None
         self._unchecked_from: int | None = None  # the first message since the guard's last check
         self._context = context
         self._life = life
         self._failures = failures
         self.probe: Callable[[int], None] | None = None  # called with each handled message of a record
         self._batch_sources: Iterator[str] | None = None  # sources of the batches of the record that is handled
-        self._batch_begin = b"", 0, 0  # content, offset and index of the first message of the batch that is handled
+        self._batch_start = b"", 0, 0  # content, offset and index of the first message of the batch that is handled
 
     @property
-    def now_handling(self) -> Handling | None:
+    def current_handling(self) -> Handling | None:
         """Message whose handler runs; None between two. For any thread: it can be over by then."""
         context = self._context
-        content, start, first_index = self._batch_begin
+        content, start, first_index = self._batch_start
         sequence_id, index = context.sequence_id, context.message_index
         if not context.handling_thread_id or not self._failures.can_fail or index < first_index:
             return None
         if (task := context.tasks.running) is not None:
-            return replace(self._failures.going_on(sequence_id, index, task), message=b"")
+            return replace(self._failures.describe_task(sequence_id, index, task), message=b"")
         try:
-            message = message_at(content, offset_behind(content, start, index - first_index))
+            message = message_at(content, offset_after(content, start, index - first_index))
         except RemoteProtocolError:  # of a batch that began meanwhile
             return None
-        return replace(self._failures.handling(sequence_id, index, message), message=b"")
+        return replace(self._failures.describe_message(sequence_id, index, message), message=b"")
 
     def announce(self, handling: Handling) -> Iterator[Event]:
         """Announce what is handled next, since it can end the process: the coordinator must know what it was."""
@@ -107,7 +108,7 @@ class Records:
         for message_type, start, end in decode_messages(content):
             if message_type == MessageType.RECORD_TIME:
                 context.record_time_ns = decode_record_time(content, start, end)
-            elif (packed := packed_in(content, message_type, start, end)) is not None:
+            elif (packed := find_rpcs(content, message_type, start, end)) is not None:
                 count, first = packed
                 yield from self._batch(content, first, end, count)
             elif message_type == MessageType.INSTANCE_NAME:
@@ -143,7 +144,7 @@ class Records:
         if self._batch_sources is not None:
             context.source = next(self._batch_sources, None)
         start = offset
-        self._batch_begin = content, start, first_index
+        self._batch_start = content, start, first_index
         is_guarded = self.guard.is_on
         is_alone = is_guarded and count == 1 and end == len(content)
         is_watched = self.careful is not None and self.careful.suspect_sequence_id == sequence_id
@@ -153,31 +154,33 @@ class Records:
         context.tasks.one_by_one = one_by_one
         while offset < end:
             slice_end = min(offset + SLICE_SIZE_BYTES, end)
-            by_itself = is_alone or (self.closely is not None and (sequence_id, context.message_index) >= self.closely)
+            by_itself = is_alone or (
+                self.single_steps_from is not None and (sequence_id, context.message_index) >= self.single_steps_from
+            )
             if by_itself:
                 self._check()
                 slice_end = offset + 1
             if is_watched:
                 self._check()
                 message = message_at(content, offset)
-                yield from self.announce(failures.handling(sequence_id, context.message_index, message))
+                yield from self.announce(failures.describe_message(sequence_id, context.message_index, message))
                 slice_end = offset + 1
             if probe is not None:
                 if context.message_index:
                     probe(context.message_index - 1)
                 slice_end = offset + 1
-            skipped = failures.next_skipped(sequence_id, context.message_index) if skips else None
+            skipped = failures.next_skipped_index(sequence_id, context.message_index) if skips else None
             if skipped is not None and skipped < first_index + count:  # else it is in another batch of the record
-                at = offset_behind(content, start, skipped - first_index)
+                at = offset_after(content, start, skipped - first_index)
                 if at == offset:
-                    offset = yield from self._pass_over(content, offset, skipped)
+                    offset = yield from self._skip(content, offset, skipped)
                     continue
                 slice_end = min(slice_end, at)
             if multicasts.is_busy and not is_own:
                 plain = Plain(message_at(content, offset), context.source)
                 is_own = plain.is_own
                 if not is_own:
-                    if multicasts.files(plain):
+                    if multicasts.enqueue_if_must_wait(plain):
                         offset += len(plain.message)
                         context.message_index += 1
                         continue
@@ -189,7 +192,7 @@ class Records:
             begun, runs.check = offset, self.guard.check if by_itself else None
             failed: HandlerError | None = None
             try:
-                if self.times.left:
+                if self.times.remaining:
                     offset = self._timed(content, offset, end)
                 else:
                     offset = life.delivery.deliver(life.instance, content, offset, end, slice_end)
@@ -203,13 +206,13 @@ class Records:
                 context.handling_thread_id = 0
                 if is_guarded and failed.failure is not None and failed.failure.policy == "keep":
                     failed = self._check_kept(failed, content[begun:], by_itself)
-                at = offset_behind(content, start, failed.message_index - first_index)
+                at = offset_after(content, start, failed.message_index - first_index)
                 message = message_at(content, at)
                 yield from self._failed(failed, message)
                 offset = at + len(message)
                 context.message_index = failed.message_index + 1
             if one_by_one:
-                yield from self._let_go_on(context.message_index - 1, message)
+                yield from self._run_woken(context.message_index - 1, message)
             if outbox.ready_size_bytes:
                 self._check()
                 yield OutputReady()
@@ -234,7 +237,7 @@ class Records:
                 return unsavable
         return error
 
-    def _let_go_on(self, index: int, message: bytes) -> Iterator[Event]:
+    def _run_woken(self, index: int, message: bytes) -> Iterator[Event]:
         """Run the handlers that ``message`` has woken, one after the other, each announced. Calls made since the first
         one do not leave in between: a verdict on one of the handlers can take them back."""
         context, tasks, outbox = self._context, self._context.tasks, self._context.outbox
@@ -242,13 +245,13 @@ class Records:
         is_left = True
         while is_left:
             failed: HandlerError | None = None
-            if (call := tasks.next_said) is not None:
+            if (call := tasks.next_announced) is not None:
                 outbox.only_reports = True
-                yield from self.announce(self._failures.going_on(context.sequence_id, index, call))
+                yield from self.announce(self._failures.describe_task(context.sequence_id, index, call))
                 outbox.only_reports = False
             context.handling_thread_id = context.thread_id
             try:
-                is_left = context.run_contexts.run(tasks.let_one_go_on)
+                is_left = context.run_contexts.run(tasks.run_next_woken)
             except HandlerError as error:
                 failed = error
             context.handling_thread_id = 0
@@ -276,7 +279,7 @@ class Records:
         if verdict is None:
             raise error
         known = verdict.key in self._failures.known
-        if not known and self._failures.did_not_fail(verdict):
+        if not known and self._failures.succeeded_before(verdict):
             raise error  # it did not fail before: no replay can be right
         if verdict.kind is VerdictKind.UNDONE:
             self._failures.note(verdict, error)
@@ -294,7 +297,7 @@ class Records:
         yield from self._end_waiting(known_verdict, message)
         self._failures.answer(known_verdict, message)
 
-    def _pass_over(self, content: bytes, offset: int, index: int) -> Generator[Event, None, int]:
+    def _skip(self, content: bytes, offset: int, index: int) -> Generator[Event, None, int]:
         """Skip the message at ``offset``, which has a verdict; return the offset of the next one."""
         context, message = self._context, message_at(content, offset)
         behind = offset + len(message)
@@ -314,20 +317,20 @@ class Records:
         handler = self._life.definition.by_method_id.get(rpc.method_id)
         if handler is None or handler.is_async or handler.labels is None:
             return
-        caller, arguments = who_waits(message), rpc.arguments
+        caller, arguments = waiting_caller(message), rpc.arguments
         if caller is not None:
             arguments = encoder.encode(decoding.decode(arguments, type=list[Raw])[2:])
         executions.handled(context, handler, arguments, caller, {}, "failed", failure_in_words(verdict))
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
         """End the wait of a handler for a message that is skipped, so that it does not wait for ever."""
-        if not verdict.ends_waiting or (waking := awaited_part(message)) is None:
+        if not verdict.ends_waiting or (waking := without_result(message)) is None:
             return
         context, index = self._context, self._context.message_index
         with context.tasks.incoming.failing(verdict):
             self._life.delivery.deliver(self._life.instance, waking, 0, len(waking), 1)
             if context.tasks.one_by_one:
-                yield from self._let_go_on(index, message)
+                yield from self._run_woken(index, message)
         context.handling_thread_id = 0
         context.message_index = index
 
@@ -361,21 +364,21 @@ class Rewinds:
                 self._undo(needed, record)
                 continue
             sequence_id = record.header.sequence_id
-            self._records.closely = sequence_id, needed.message_index
+            self._records.single_steps_from = sequence_id, needed.message_index
             if (copy := self.copies.current) is None:
                 raise RecoveryNeeded("there is no copy of the state any more: the app is recovered from its log")
-            self._failures.repeat_all(sequence_id, self._life.delivery)
+            self._failures.note_full_rewind(sequence_id, self._life.delivery)
             self._context.outbox.rewind_to_copy()
-            self._go_over(copy, copy.tail, (sequence_id, MESSAGE_INDEX_MAX))
-        self._records.closely = None
+            self._replay(copy, copy.tail, (sequence_id, MESSAGE_INDEX_MAX))
+        self._records.single_steps_from = None
         if rewound:
-            self.settle()
+            self.end()
         has_tables = self._context.tasks.has_tables
         undo_size_bytes = sum(table.undo_size_bytes for table in self._life.tables) if has_tables else 0
         if self.copies.add(record, rewound=rewound, undo_size_bytes=undo_size_bytes):
             self.retake_copy()
         elif undo_size_bytes and self.copies.current is None:
-            self._keep_undo()
+            self._update_undo()
 
     def _undo(self, needed: RewindNeededError, record: Record) -> None:
         """Go back to the copy of the state, and handle the records after it again, up to ``record``."""
@@ -387,9 +390,9 @@ class Rewinds:
                 f"is recovered without it"
             )
         size_bytes = len(copy.blob) + copy.tail_size_bytes
-        self._failures.repeat(needed, [*copy.tail, record], size_bytes, self._life.delivery)
+        self._failures.note_rewind(needed, [*copy.tail, record], size_bytes, self._life.delivery)
         self._context.outbox.rewind_to_copy()
-        self._go_over(copy, copy.tail, verdict.key[:2])
+        self._replay(copy, copy.tail, verdict.key[:2])
 
     def reload_from_log(self) -> None:
         """Rebuild the state from the records so far, since the present one differs. Raises RecoveryNeeded."""
@@ -399,16 +402,16 @@ class Rewinds:
             raise RecoveryNeeded("a query has changed the state: the app is recovered from its log, without that")
         self._context.outbox.rewind_to_copy()
         self.replay_records(copy, copy.tail)
-        self.settle()
+        self.end()
 
     def replay_records(self, copy: Copy, records: Iterable[Record]) -> None:
         """Handle ``records`` of the copy's tail again, from the first one on; no new failures are allowed. Call
-        :meth:`settle` afterwards, once for all such runs."""
+        :meth:`end` afterwards, once for all such runs."""
         last_sequence_id = copy.sequence_id + len(copy.tail)
-        self._failures.repeat_all(last_sequence_id + 1, self._life.delivery)
-        self._go_over(copy, records, (last_sequence_id, MESSAGE_INDEX_MAX))
+        self._failures.note_full_rewind(last_sequence_id + 1, self._life.delivery)
+        self._replay(copy, records, (last_sequence_id, MESSAGE_INDEX_MAX))
 
-    def guards(self) -> None:
+    def start_guard(self) -> None:
         """Begin to guard the state: messages are handled for the first time, and each is followed by a check."""
         self._records.guard.is_on = self._failures.can_fail or not self._failures.fails_alone
         self._restart_guard()
@@ -421,7 +424,7 @@ class Rewinds:
             schema = self._life.definition.state()
             guard.begin(schema, self._life.instance, size_bytes)
 
-    def _go_over(self, copy: Copy, records: Iterable[Record], passed: tuple[int, int]) -> None:
+    def _replay(self, copy: Copy, records: Iterable[Record], passed: tuple[int, int]) -> None:
         """Handle ``records`` on top of the copy. ``passed``: the last (record, message) that was handled before."""
         tasks = self._context.tasks
         self.copies.failed()
@@ -431,7 +434,7 @@ class Rewinds:
         guard = self._records.guard
         was_on, guard.is_on = guard.is_on, False
         try:
-            self._life.go_back(copy.blob)
+            self._life.restore_copy(copy.blob)
             for handled in records:
                 for _ in self._records.handle(handled):
                     pass
@@ -439,9 +442,9 @@ class Rewinds:
             guard.is_on = was_on
         self._restart_guard()
 
-    def settle(self) -> None:
+    def end(self) -> None:
         """End a rewind: the state is again that after the last record."""
-        self._failures.settle(self._life.delivery)
+        self._failures.end_replay(self._life.delivery)
         self._context.tasks.effects.resume()
 
     def retake_copy(self) -> None:
@@ -454,10 +457,10 @@ class Rewinds:
             return
         self.take_copy((blob,))
 
-    def _keep_undo(self) -> None:
+    def _update_undo(self) -> None:
         """Let tables keep old values of rows, if there is a copy of the state for a rewind."""
         for table in self._life.tables:
-            table.keep_undo(keeps=self.copies.current is not None)
+            table.track_undo(enabled=self.copies.current is not None)
 
     def take_copy(self, pieces: Sequence[bytes]) -> None:
         """Take a copy of the present state, after all calls made so far."""
@@ -465,7 +468,7 @@ class Rewinds:
         self._context.outbox.begin_copy()
         tasks.queries.state_size_bytes = sum(map(len, pieces))
         if self.copies.take(pieces, sequence_id):
-            self._keep_undo()
+            self._update_undo()
         self._failures.forget_up_to(self.copies.sequence_id(sequence_id))
         tasks.copied()
         self._restart_guard()

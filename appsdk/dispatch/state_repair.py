@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import dead_letter_message, is_awaited, rpc_of, who_waits
+from immortal.appsdk.calls.failures import dead_letter_message, is_awaited, rpc_of, waiting_caller
 from immortal.appsdk.dispatch.lifecycle import Life
 from immortal.appsdk.dispatch.records import Records, Rewinds
 from immortal.appsdk.dispatch.verdicts import Failures, messages_of
@@ -43,7 +43,7 @@ POINTS_PER_LARGE_RUN = 4
 _PARTS = decoding.Decoder(list[msgspec.Raw])
 
 
-class _Made(msgspec.Struct):
+class _Output(msgspec.Struct):
     """Output of a run: messages by destination, effects (number, what, detail), and answers to left-out messages."""
 
     messages: dict[str, list[bytes]]
@@ -58,7 +58,7 @@ class _Made(msgspec.Struct):
 
     def has_answered(self, message: bytes) -> bool:
         """Return True if the caller that waits for the answer to ``message`` has got it."""
-        caller = who_waits(message)
+        caller = waiting_caller(message)
         if caller is None:
             return True
         to, front = Answers.addressed(caller.name, caller.number)
@@ -124,14 +124,14 @@ class StateRepair:
         self._context.outbox.close_batches()
         self._context.outbox.mark()
         self._found = None
-        result = self._without(copies.current, error, forced, heals=heals)
+        result = self._encode_without(copies.current, error, forced, heals=heals)
         if isinstance(result, Unsaved):
             self._run(copies.current)
             self._found = result if heals else None
-            self._rewinds.settle()
+            self._rewinds.end()
         return result
 
-    def _without(
+    def _encode_without(
         self, copy: Copy, error: StateError, verdicts: list[Verdict], *, heals: bool
     ) -> Sequence[bytes] | Unsaved:
         """Return the state without ``verdicts``, and without other messages that keep it from being saved."""
@@ -149,7 +149,7 @@ class StateRepair:
             key = self._search(copy, verdicts)
             if key is None:
                 return replace(found, why="it could not be saved before that record either")
-            described, verdict = self._described(copy, key, error)
+            described, verdict = self._describe(copy, key, error)
             found = described if is_forced or not verdicts else found  # the first is the one to begin with
             if key in self._failures.known:
                 return replace(found, why="it has failed, and what it did by then stands")
@@ -158,22 +158,22 @@ class StateRepair:
             if is_forced or not heals or len(verdicts) == TAKEN_BACK_MAX:
                 return found
             verdicts.append(verdict)
-        told = self._run(copy)
+        old = self._run(copy)
         if self._can_encode():  # the cause has passed, and was no message
-            self._rewinds.settle()
+            self._rewinds.end()
             return self._life.encode()
-        made = self._run(copy, verdicts)
-        extra = self._extra(told, made, may_differ=is_forced)
+        new = self._run(copy, verdicts)
+        extra = self._extra(old, new, may_differ=is_forced)
         if isinstance(extra, str):
             return replace(found, why=extra)
-        self._rewinds.settle()
+        self._rewinds.end()
         for verdict in verdicts:
             taken_back = replace(verdict, behind=self._life.next_sequence_id - 1)
             self._context.outbox.send(encode_verdict(taken_back, MessageType.TAKEN_BACK))
-        self._say(extra, made, told)
+        self._send_extra(extra, new, old)
         return self._life.encode()
 
-    def repeat(self, sequence_id: int) -> None:
+    def apply_taken_back(self, sequence_id: int) -> None:
         """Take back the messages that the log says were taken back after this record, which was just handled.
 
         Raises RecoveryNeeded.
@@ -185,20 +185,20 @@ class StateRepair:
             raise RecoveryNeeded(f"messages were taken back behind record {sequence_id}: the app is recovered")
         self._context.outbox.close_batches()
         self._context.outbox.mark()
-        told = self._run(copy)
-        made = self._run(copy, verdicts)
-        extra = self._extra(told, made, may_differ=True)
-        self._rewinds.settle()
-        self._say({} if isinstance(extra, str) else extra, made, told)
+        old = self._run(copy)
+        new = self._run(copy, verdicts)
+        extra = self._extra(old, new, may_differ=True)
+        self._rewinds.end()
+        self._send_extra({} if isinstance(extra, str) else extra, new, old)
         copies.pinned = bool(self._failures.taken_back)
         self._rewinds.retake_copy()
 
-    def _extra(self, told: _Made, made: _Made, *, may_differ: bool) -> dict[str, list[bytes]] | str:
-        """Return the messages in ``made`` that others were not ``told`` yet; or, as text, why there can be none."""
+    def _extra(self, old: _Output, new: _Output, *, may_differ: bool) -> dict[str, list[bytes]] | str:
+        """Return the messages in ``new`` that are not in ``old`` yet; or, as text, why there can be none."""
         extra: dict[str, list[bytes]] = {}
-        differs = "an effect has begun that would not have" if made.effects[: len(told.effects)] != told.effects else ""
-        for to in {**told.messages, **made.messages}:
-            before, now = told.messages.get(to, []), made.messages.get(to, [])
+        differs = "an effect has begun that would not have" if new.effects[: len(old.effects)] != old.effects else ""
+        for to in {**old.messages, **new.messages}:
+            before, now = old.messages.get(to, []), new.messages.get(to, [])
             if now[: len(before)] != before:
                 whom = {"": "the instance itself", CLIENTS: "a client"}.get(to, to)
                 differs = f"{whom} was told what it would not have been"
@@ -207,28 +207,28 @@ class StateRepair:
             return extra
         if not may_differ:
             return differs
-        if not made.awaited <= told.awaited:
+        if not new.awaited <= old.awaited:
             return "without it handlers would wait for other calls or effects than there were"
         return {}
 
-    def _say(self, extra: dict[str, list[bytes]], made: _Made, told: _Made) -> None:
+    def _send_extra(self, extra: dict[str, list[bytes]], new: _Output, old: _Output) -> None:
         for to, messages in extra.items():
             if messages:
                 self._context.outbox.push(to, [part for message in messages for part in (message, b"")])
-        for verdict, message in made.answers:
-            if not told.has_answered(message):
+        for verdict, message in new.answers:
+            if not old.has_answered(message):
                 self._failures.answer(replace(verdict, kind=VerdictKind.TAKEN_BACK, behind=-1), message)
         self._context.outbox.close_batches()
 
     # --- runs over the records since the copy ------------------------------------------------------------------------
 
-    def _run(self, copy: Copy, without: Sequence[Verdict] = (), records: Iterator[Record] | None = None) -> _Made:
+    def _run(self, copy: Copy, without: Sequence[Verdict] = (), records: Iterator[Record] | None = None) -> _Output:
         """Handle ``records`` (None: all of the copy's tail) again; return the output. Raises HandlerError."""
         outbox, effects, failures = self._context.outbox, self._context.tasks.effects, self._failures
         collected: list[tuple[str, list[bytes]]] = []
         begun: list[tuple[int, str, int]] = []
         outbox.collected, effects.begun = collected, begun
-        answers = failures.leave_out(without)
+        answers = failures.exclude(without)
         messages: dict[str, list[bytes]] = {}
         try:
             self._rewinds.replay_records(copy, copy.tail if records is None else records)
@@ -238,10 +238,10 @@ class StateRepair:
         finally:
             outbox.close_open()
             outbox.collected = effects.begun = self._records.probe = None
-            failures.leave_in()
+            failures.end_exclusion()
         for to, parts in collected:
             messages.setdefault(to, []).extend(map(bytes.__add__, parts[::2], parts[1::2]))
-        return _Made(messages, begun, answers)
+        return _Output(messages, begun, answers)
 
     def _search(self, copy: Copy, without: Sequence[Verdict]) -> MessageKey | None:
         """Return the last message before which the state could be saved; None: not even the copy's state can be."""
@@ -269,7 +269,7 @@ class StateRepair:
         def after_messages(points: range) -> list[int]:
             good: list[int] = []
 
-            def look(index: int) -> None:
+            def probe(index: int) -> None:
                 if index + 1 in points and self._can_encode():
                     good.append(index + 1)
                 if index + 1 == points[-1]:
@@ -277,7 +277,7 @@ class StateRepair:
 
             def records() -> Iterator[Record]:
                 yield from islice(copy.tail, count - 1)
-                self._records.probe = look
+                self._records.probe = probe
                 yield record
 
             self._run(copy, without, records())
@@ -293,11 +293,11 @@ class StateRepair:
             return False
         return True
 
-    def _described(self, copy: Copy, key: MessageKey, error: StateError) -> tuple[Unsaved, Verdict]:
+    def _describe(self, copy: Copy, key: MessageKey, error: StateError) -> tuple[Unsaved, Verdict]:
         sequence_id, index, _, _ = key
         record = copy.tail[sequence_id - copy.sequence_id - 1]
         message = next(islice(messages_of(record.content), index, None))
-        text, handling = one_line(error), self._failures.handling(sequence_id, index, message)
+        text, handling = one_line(error), self._failures.describe_message(sequence_id, index, message)
         method, caller = handling.method, handling.caller
         verdict = Verdict(
             sequence_id,

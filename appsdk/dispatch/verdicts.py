@@ -18,7 +18,7 @@ from immortal.appsdk.calls.failures import (
     method_of,
     rpc_of,
     verdict_on,
-    who_waits,
+    waiting_caller,
 )
 from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.errors import HandlerError
@@ -57,7 +57,7 @@ _EFFECT_FRONT_COUNT = 4  # items of an effect's result that identify the effect
 _decode_result = decoding.Decoder(EffectResult).decode
 
 
-def awaited_part(message: bytes) -> bytes | None:
+def without_result(message: bytes) -> bytes | None:
     """Return the message that ends a handler's wait (an answer, a time, an effect's result), without its value.
 
     The value can be unreadable. None: it is another message, or it does not say which wait it ends."""
@@ -79,17 +79,17 @@ def awaited_part(message: bytes) -> bytes | None:
     return encode_incoming_rpc(rpc.method_id, rpc.rpc_type, arguments or b"", rpc.kind)
 
 
-def offset_behind(content: bytes, offset: int, count: int) -> int:
+def offset_after(content: bytes, offset: int, count: int) -> int:
     """Return the offset after ``count`` messages that begin at ``offset``."""
     for _ in range(count):
         _, _, offset = decode_message(content, offset)
     return offset
 
 
-UNTOLD_MAX = 1000
+UNREPORTED_MAX = 1000
 
 
-class _Row:
+class _FailureStreak:
     """Consecutive failures of one method: none of its calls succeeded in between."""
 
     def __init__(self) -> None:
@@ -107,21 +107,21 @@ class Failures:
         self.can_fail = False  # the coordinator keeps verdicts
         self._context = context
         self.skipped: dict[int, list[int]] = {}  # indices of messages to skip, by record, ascending
-        self._rows: dict[int, _Row] = {}  # by method ID
+        self._streaks: dict[int, _FailureStreak] = {}  # by method ID
         self._tripped: set[int] = set()
-        self._repeating: MessageKey | None = None  # a rewind replays up to this message
+        self._replays_until: MessageKey | None = None  # a rewind replays up to this message
         self.taken_back: dict[int, list[Verdict]] = {}  # of coming records, by the record after which they apply
-        self._untold: dict[MessageKey, Callable[[], None]] = {}  # reports of failures in an app that is not primary
-        self._held_answers: list[tuple[Verdict, bytes]] | None = None  # to messages that are left out
+        self._unreported: dict[MessageKey, Callable[[], None]] = {}  # reports of failures in an app that is not primary
+        self._excluded_answers: list[tuple[Verdict, bytes]] | None = None  # to messages that are left out
         context.tasks.handler_runs.verdicts = self.known
-        context.tasks.handler_runs.tell = self._tell
+        context.tasks.handler_runs.report_failure = self._report
 
-    def know(self, verdicts: Sequence[Verdict]) -> None:
+    def add_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         """Add verdicts that the coordinator has sent."""
         self.can_fail = self.fails_alone
         for verdict in verdicts:
             self._add(verdict)
-            self._untold.pop(verdict.key, None)
+            self._unreported.pop(verdict.key, None)
 
     def _add(self, verdict: Verdict) -> None:
         if verdict.kind is VerdictKind.TAKEN_BACK:
@@ -134,7 +134,7 @@ class Failures:
             if indices[at : at + 1] != [verdict.message_index]:
                 indices.insert(at, verdict.message_index)
 
-    def next_skipped(self, sequence_id: int, message_index: int) -> int | None:
+    def next_skipped_index(self, sequence_id: int, message_index: int) -> int | None:
         """Return the index of the next skipped message of a record, from ``message_index`` on."""
         indices = self.skipped.get(sequence_id)
         if indices is None:
@@ -147,73 +147,73 @@ class Failures:
         failure = error.failure
         if failure is None or not self.can_fail or (failure.policy == "stop" and not failure.refused):
             return None
-        caller = None if failure.step else who_waits(message)
+        caller = None if failure.step else waiting_caller(message)
         return verdict_on(error, failure, None if caller is None else caller.name, message)
 
     def note(self, verdict: Verdict, error: HandlerError) -> None:
         """Note a new verdict and report it: the coordinator receives it before its effects."""
         context = self._context
         if context.reporter is not None and verdict.key not in self.known:
-            self._untold[verdict.key] = partial(
+            self._unreported[verdict.key] = partial(
                 context.reporter.failed, verdict, error.arguments, context.instance_name
             )
             if context.tasks.queries.is_live:
-                self.tell_people()
-            elif len(self._untold) > UNTOLD_MAX:
-                del self._untold[next(iter(self._untold))]
+                self.report_pending()
+            elif len(self._unreported) > UNREPORTED_MAX:
+                del self._unreported[next(iter(self._unreported))]
         self._add(verdict.without_dead_letter())
         context.outbox.report(encode_verdict(verdict))
 
-    def tell_people(self) -> None:
+    def report_pending(self) -> None:
         """Report the failures that no other app has reported: this app is primary."""
-        for report in self._untold.values():
+        for report in self._unreported.values():
             report()
-        self._untold.clear()
+        self._unreported.clear()
 
-    def _tell(self, verdict: Verdict, error: HandlerError) -> bool:
+    def _report(self, verdict: Verdict, error: HandlerError) -> bool:
         """Report a failure of an async handler or step, with nothing to undo; return False if it can't fail alone."""
         if self.can_fail and verdict.key not in self.known:
             self.note(verdict, error)
         return self.can_fail
 
-    def leave_out(self, verdicts: Sequence[Verdict]) -> list[tuple[Verdict, bytes]]:
+    def exclude(self, verdicts: Sequence[Verdict]) -> list[tuple[Verdict, bytes]]:
         """Skip these messages from here on without a report: answers to them go into the returned list."""
         answers: list[tuple[Verdict, bytes]] = []
-        self._held_answers = answers
+        self._excluded_answers = answers
         for verdict in verdicts:
             self._add(replace(verdict, kind=VerdictKind.SKIPPED, behind=0))
         return answers
 
-    def leave_in(self) -> None:
+    def end_exclusion(self) -> None:
         """Handle the left-out messages again."""
         for verdict in [one for one in self.known.values() if one.behind == 0]:
             del self.known[verdict.key]
             self.skipped[verdict.sequence_id].remove(verdict.message_index)
-        self._held_answers = None
+        self._excluded_answers = None
 
     def answer(self, verdict: Verdict, message: bytes) -> None:
         """Send the verdict to the caller that waits for ``message``, if there is one."""
         if method_of(message) == ORDERED_METHOD_ID:
-            for call in self._context.multicasts.refused(message, verdict.text):
+            for call in self._context.multicasts.refuse(message, verdict.text):
                 self._answer_refused(verdict, call)
         self._context.nodes.inbox.failed(message, verdict)
-        if self._held_answers is not None and verdict.behind == 0:
-            self._held_answers.append((verdict, message))
-        elif (caller := who_waits(message)) is not None:
+        if self._excluded_answers is not None and verdict.behind == 0:
+            self._excluded_answers.append((verdict, message))
+        elif (caller := waiting_caller(message)) is not None:
             self._context.tasks.answers.answer_verdict(verdict, caller)
 
     def _answer_refused(self, verdict: Verdict, call: bytes) -> None:
         """Answer a call of a refused multicast, if its sender waits for the answer."""
         try:
-            caller = who_waits(call)
+            caller = waiting_caller(call)
         except ProtocolError:
             return
         if caller is not None and caller.name == self._context.source:
             self._context.tasks.answers.answer_verdict(verdict, caller)
 
-    def handling(self, sequence_id: int, message_index: int, message: bytes) -> Handling:
+    def describe_message(self, sequence_id: int, message_index: int, message: bytes) -> Handling:
         """Describe the message that is handled next."""
-        caller, method_id = who_waits(message), method_of(message)
+        caller, method_id = waiting_caller(message), method_of(message)
         handler = self._context.tasks.definition.by_method_id.get(-1 if method_id is None else method_id)
         name = f"method {method_id}" if handler is None else handler.function.__qualname__
         return Handling(
@@ -226,7 +226,7 @@ class Failures:
             source=self._context.source or "",
         )
 
-    def going_on(self, sequence_id: int, message_index: int, call: Task | SavedTask) -> Handling:
+    def describe_task(self, sequence_id: int, message_index: int, call: Task | SavedTask) -> Handling:
         """Describe the ``async def`` handler that continues, or begins, next."""
         handler = self._context.tasks.definition.by_method_id[call.method_id]
         message = forked(call.method_id, call.arguments) if call.caller is None else b""
@@ -242,25 +242,27 @@ class Failures:
 
     # --- a rewind -----------------------------------------------------------------------------------------------------
 
-    def repeat(self, needed: RewindNeededError, records: Sequence[Record], size_bytes: int, delivery: Delivery) -> None:
+    def note_rewind(
+        self, needed: RewindNeededError, records: Sequence[Record], size_bytes: int, delivery: Delivery
+    ) -> None:
         """Note a rewind: the app restores its state and replays ``records``, the last up to the failed message."""
         verdict, method_id = needed.verdict, needed.method_id
-        self._repeating = verdict.key
+        self._replays_until = verdict.key
         delivery.trip(())  # calls that ran before run again
         if method_id is None:
             return
-        row = self._rows.get(method_id)
+        row = self._streaks.get(method_id)
         if row is None or self._has_succeeded(method_id, records, row.last, verdict.key):
-            row = self._rows[method_id] = _Row()
+            row = self._streaks[method_id] = _FailureStreak()
         row.last = verdict.key
         row.count += 1
         row.repeated_size_bytes += size_bytes
         if row.count >= FAILED_IN_A_ROW_MAX or row.repeated_size_bytes >= REPEATED_SIZE_BYTES_MAX:
             self._tripped.add(method_id)
 
-    def repeat_all(self, sequence_id: int, delivery: Delivery) -> None:
+    def note_full_rewind(self, sequence_id: int, delivery: Delivery) -> None:
         """Note a rewind over all records before ``sequence_id``, without a new failure."""
-        self._repeating = sequence_id, 0, 0, 0
+        self._replays_until = sequence_id, 0, 0, 0
         delivery.trip(())
 
     def _has_succeeded(self, method_id: int, records: Sequence[Record], after: MessageKey, until: MessageKey) -> bool:
@@ -277,17 +279,17 @@ class Failures:
                     return True
         return False
 
-    def did_not_fail(self, verdict: Verdict) -> bool:
+    def succeeded_before(self, verdict: Verdict) -> bool:
         """Return True if the message succeeded before the rewind, which must repeat that."""
-        return self._repeating is not None and verdict.key[:2] < self._repeating[:2]
+        return self._replays_until is not None and verdict.key[:2] < self._replays_until[:2]
 
-    def settle(self, delivery: Delivery) -> None:
+    def end_replay(self, delivery: Delivery) -> None:
         """End the replay of a rewind."""
-        self._repeating = None
+        self._replays_until = None
         delivery.trip(self._tripped)
 
 
-def packed_in(content: bytes, message_type: int, start: int, end: int) -> tuple[int, int] | None:
+def find_rpcs(content: bytes, message_type: int, start: int, end: int) -> tuple[int, int] | None:
     """Return (number of RPCs, offset of the first one) of a record's message; None: it holds none."""
     if message_type == MessageType.RPC:
         return 1, start - 1 - len(encode_zigzag(end - start + 1))
@@ -303,7 +305,7 @@ def packed_in(content: bytes, message_type: int, start: int, end: int) -> tuple[
 def messages_of(content: bytes) -> Iterator[bytes]:
     """Yield the RPCs of a record in order, each with its size field."""
     for message_type, start, end in decode_messages(content):
-        if (packed := packed_in(content, message_type, start, end)) is not None:
+        if (packed := find_rpcs(content, message_type, start, end)) is not None:
             _, first = packed
             offset = first
             for _, _, last in decode_messages(content[first:end]):

@@ -21,8 +21,8 @@ class EffectLoop:
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[Hashable, asyncio.Task[None]] = {}
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
-        self._asked: deque[Callable[[], object]] = deque()
-        self._is_told = self._has_ended = False
+        self._actions: deque[Callable[[], object]] = deque()
+        self._is_woken = self._has_ended = False
         self._thread = threading.Thread(target=self._serve, name="effects", daemon=True)
         self._thread.start()
 
@@ -31,23 +31,23 @@ class EffectLoop:
     ) -> None:
         """Run a coroutine as a task in ``context``."""
 
-        def begin() -> None:
+        def start() -> None:
             task = self._tasks[key] = self._loop.create_task(function(), context=context)
-            task.add_done_callback(partial(self._ended, key))
+            task.add_done_callback(partial(self._forget_task, key))
 
-        self._ask(begin)
+        self._enqueue(start)
 
     def call_later(self, wait_s: float, key: Hashable, function: Callable[[], None]) -> None:
         """Call ``function`` on the loop after ``wait_s`` seconds."""
 
-        def ring() -> None:
+        def fire() -> None:
             del self._timers[key]
             function()
 
-        def begin() -> None:
-            self._timers[key] = self._loop.call_later(wait_s, ring)
+        def start() -> None:
+            self._timers[key] = self._loop.call_later(wait_s, fire)
 
-        self._ask(begin)
+        self._enqueue(start)
 
     def cancel(self, key: Hashable) -> None:
         """Cancel the task of ``key``, and remove its timer; do nothing if there is neither."""
@@ -58,19 +58,19 @@ class EffectLoop:
             if (task := self._tasks.get(key)) is not None:
                 task.cancel()
 
-        self._ask(cancel)
+        self._enqueue(cancel)
 
     def stop(self) -> None:
         """Cancel all tasks, and wait a moment until they have ended."""
-        self._ask(lambda: asyncio.ensure_future(self._end()))
+        self._enqueue(lambda: asyncio.ensure_future(self._end()))
         self._thread.join(2 * STOP_TIMEOUT_S)
 
-    def _ask(self, action: Callable[[], object]) -> None:
-        self._asked.append(action)
-        if not self._is_told:  # a call of the loop from another thread is a system call
-            self._is_told = True
+    def _enqueue(self, action: Callable[[], object]) -> None:
+        self._actions.append(action)
+        if not self._is_woken:  # a call of the loop from another thread is a system call
+            self._is_woken = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: the app ends
-                self._loop.call_soon_threadsafe(self._take_asked)
+                self._loop.call_soon_threadsafe(self._run_actions)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -85,12 +85,12 @@ class EffectLoop:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
-    def _take_asked(self) -> None:
-        self._is_told = False  # first, so that later requests wake the loop again
-        while self._asked:
-            self._asked.popleft()()
+    def _run_actions(self) -> None:
+        self._is_woken = False  # first, so that later requests wake the loop again
+        while self._actions:
+            self._actions.popleft()()
 
-    def _ended(self, key: Hashable, task: asyncio.Task[None]) -> None:
+    def _forget_task(self, key: Hashable, task: asyncio.Task[None]) -> None:
         if self._tasks[key] is task:  # not the next attempt's
             del self._tasks[key]
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from immortal.appsdk.effects.loop import EffectLoop
 
 
-SAY_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
-SAY_FROM_ATTEMPT = 3  # the first ones are not shown: if the next attempt succeeds, nobody needs to know
+REPORT_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
+REPORT_FROM_ATTEMPT = 3  # the first ones are not shown: if the next attempt succeeds, nobody needs to know
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class LocalEffectRunner:
     # --- the handlers' thread -----------------------------------------------------------------------------------------
 
     def start(self, request: EffectRequest) -> None:
-        self._begin(_Attempt(request, 1))
+        self._start_when_free(_Attempt(request, 1))
 
     def cancel(self, request: EffectRequest) -> None:
         if self._loop is not None and not request.is_done:
@@ -78,13 +78,13 @@ class LocalEffectRunner:
         with self._lock:
             self._is_stopped = True
             self._waiting.clear()
-        self._threads.forget_all()
+        self._threads.clear()
         if self._loop is not None:
             self._loop.stop()
 
     # --- places: any thread -------------------------------------------------------------------------------------------
 
-    def _begin(self, attempt: _Attempt) -> None:
+    def _start_when_free(self, attempt: _Attempt) -> None:
         with self._lock:
             if not self._free_count:
                 self._waiting.append(attempt)
@@ -92,7 +92,7 @@ class LocalEffectRunner:
             self._free_count -= 1
         self._run(attempt)
 
-    def _leave(self) -> None:
+    def _release_place(self) -> None:
         """Give the place to the attempt that has waited longest."""
         with self._lock:
             following = None
@@ -127,7 +127,7 @@ class LocalEffectRunner:
             if not attempt.request.is_cancelled and not self._is_stopped:
                 self._call(attempt)
         finally:
-            self._leave()
+            self._release_place()
 
     def _call(self, attempt: _Attempt) -> None:
         request, timeout_s = attempt.request, attempt.timeout_s
@@ -142,7 +142,7 @@ class LocalEffectRunner:
         except BaseException as raised:  # nobody else would see it in this thread
             error = raised
         if timeout_s is not None:
-            if not self._ends(attempt):
+            if not self._mark_over(attempt):
                 return
             self._use_loop().cancel(request)
         self._answer(attempt, value, error)
@@ -164,13 +164,13 @@ class LocalEffectRunner:
                 raise
             error = raised
             if isinstance(raised, TimeoutError) and timeout_s is not None and timeout.expired():
-                error = _nothing_came(timeout_s)
+                error = _timeout_error(timeout_s)
                 error.__cause__ = raised  # where it waited is useful to know
         if not (task and task.cancelling()):  # by us: nobody waits for it any more
             self._answer(attempt, value, error)
-        self._leave()
+        self._release_place()
 
-    def _ends(self, attempt: _Attempt) -> bool:
+    def _mark_over(self, attempt: _Attempt) -> bool:
         """Mark an attempt as over; return False if it was over before."""
         with self._lock:
             was_over, attempt.is_over = attempt.is_over, True
@@ -179,9 +179,9 @@ class LocalEffectRunner:
     def _expire(self, attempt: _Attempt) -> None:
         """Time out an attempt. It keeps its place: its thread continues."""
         timeout_s = attempt.timeout_s
-        if timeout_s is not None and self._ends(attempt):
-            self._warn_of(attempt.request.name)
-            self._answer(attempt, None, _nothing_came(timeout_s))
+        if timeout_s is not None and self._mark_over(attempt):
+            self._warn_of_timeout(attempt.request.name)
+            self._answer(attempt, None, _timeout_error(timeout_s))
 
     def _answer(self, attempt: _Attempt, value: object, error: BaseException | None) -> None:
         request = attempt.request
@@ -201,24 +201,24 @@ class LocalEffectRunner:
             return
         wait_s *= self._random.uniform(0.5, 1)  # else all attempts that failed with a service return at once
         request.failure = f"{type(error).__name__}: {encodable(error)}"
-        self._say_retry(request.name, attempt.number, request.failure, wait_s)
+        self._report_retry(request.name, attempt.number, request.failure, wait_s)
         following = _Attempt(request, attempt.number + 1)
-        self._use_loop().call_later(wait_s, request, partial(self._come_due, following))
+        self._use_loop().call_later(wait_s, request, partial(self._retry, following))
         request.try_now = partial(self._try_now, following)
 
-    def _come_due(self, attempt: _Attempt) -> None:
-        if self._is_first(attempt):
-            self._begin(attempt)
+    def _retry(self, attempt: _Attempt) -> None:
+        if self._mark_due(attempt):
+            self._start_when_free(attempt)
 
     def _try_now(self, attempt: _Attempt) -> bool:
         """Begin an attempt now, in the handlers' thread; return False if it is due already."""
-        if not self._is_first(attempt):
+        if not self._mark_due(attempt):
             return False
         self._use_loop().cancel(attempt.request)  # its timer; the loop executes requests in order
-        self._begin(attempt)
+        self._start_when_free(attempt)
         return True
 
-    def _is_first(self, attempt: _Attempt) -> bool:
+    def _mark_due(self, attempt: _Attempt) -> bool:
         """Mark an attempt as due; return False if it was due before."""
         with self._lock:
             was_due, attempt.is_due = attempt.is_due, True
@@ -226,21 +226,21 @@ class LocalEffectRunner:
 
     # --- warnings for people ------------------------------------------------------------------------------------------
 
-    def _say_retry(self, name: str, attempt: int, failure: str, wait_s: float) -> None:
-        if attempt < SAY_FROM_ATTEMPT:
+    def _report_retry(self, name: str, attempt: int, failure: str, wait_s: float) -> None:
+        if attempt < REPORT_FROM_ATTEMPT:
             return
         now_s = time.monotonic()
         with self._lock:
             is_quiet = now_s < self._quiet_until_s.get(name, 0.0)
             if not is_quiet:
-                self._quiet_until_s[name] = now_s + SAY_INTERVAL_S
+                self._quiet_until_s[name] = now_s + REPORT_INTERVAL_S
         if not is_quiet:
             self._warn(
                 f"warning: attempt {attempt} at the effect {name} has failed ({failure}); the next in {wait_s:.3g} s. "
                 f"'immortal handlers' shows what waits for it"
             )
 
-    def _warn_of(self, name: str) -> None:
+    def _warn_of_timeout(self, name: str) -> None:
         if name not in self._warned:
             self._warned.add(name)
             self._warn(
@@ -250,7 +250,7 @@ class LocalEffectRunner:
             )
 
 
-def _nothing_came(timeout_s: float) -> TimeoutError:
+def _timeout_error(timeout_s: float) -> TimeoutError:
     return TimeoutError(f"nothing returned within {timeout_s:g} s")
 
 
@@ -273,51 +273,51 @@ class Threads(Generic[W]):
         self._lock = threading.Lock()
         self._work: deque[W] = deque()
         self._idle: list[SimpleQueue[None]] = []  # bells of idle threads; the last one is used first: it is still warm
-        self._made_count = 0
-        self._is_called = False  # a thread was woken or started, and has not checked yet
+        self._threads_count = 0
+        self._is_waking = False  # a thread was woken or started, and has not checked yet
 
     def add(self, work: W) -> None:
         """Queue a piece of work, from any thread; returns at once."""
         with self._lock:
             self._work.append(work)
-            self._call_one()
+            self._wake_one()
 
-    def forget_all(self) -> None:
+    def clear(self) -> None:
         """Drop all work that no thread has begun."""
         with self._lock:
             self._work.clear()
 
-    def _call_one(self) -> None:
-        if self._is_called:
+    def _wake_one(self) -> None:
+        if self._is_waking:
             return  # it calls the next one
         if self._idle:
-            self._is_called = True
+            self._is_waking = True
             self._idle.pop().put(None)
-        elif self._made_count < self._count:
+        elif self._threads_count < self._count:
             try:
                 threading.Thread(target=self._serve, name="effect", daemon=True).start()
             except RuntimeError:  # no more threads: the existing ones take it when they are free
-                if not self._made_count:
+                if not self._threads_count:
                     raise
             else:
-                self._made_count += 1
-                self._is_called = True
+                self._threads_count += 1
+                self._is_waking = True
 
     def _serve(self) -> None:
         bell: SimpleQueue[None] = SimpleQueue()
-        is_called = True
+        is_woken = True
         while True:
             with self._lock:
-                if is_called:
-                    self._is_called = is_called = False
+                if is_woken:
+                    self._is_waking = is_woken = False
                 work = self._work.popleft() if self._work else None
                 if work is None:
                     self._idle.append(bell)
                 elif self._work:
-                    self._call_one()
+                    self._wake_one()
             if work is None:
                 bell.get()
-                is_called = True
+                is_woken = True
             else:
                 self._run(work)
                 del work  # must not be kept until there is more

@@ -21,7 +21,7 @@ from immortal.appsdk.effects.stored_files import STORE_VARIABLE
 from immortal.appsdk.embedded.app import EmbeddedApp
 from immortal.appsdk.errors import EXIT_FAILED, AppError, StartError
 from immortal.appsdk.handlers.definition import Definition, definition_of
-from immortal.appsdk.running.life import say
+from immortal.appsdk.running.life import print_message
 from immortal.appsdk.running.options import RunOptions, run_options
 from immortal.appsdk.running.runner import check_determinism
 from immortal.appsdk.running.user_modules import explain
@@ -85,7 +85,7 @@ class _Instance:
         error = None if self.app is None else self.app.error
         if error is None:
             return status
-        say(self.label, str(error))
+        print_message(self.label, str(error))
         return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
 
     def _make_app(self, coordinator: Coordinator, settings: InstanceSettings, log: Notices, epoll: Any) -> EmbeddedApp:
@@ -123,7 +123,7 @@ def run(
             sys.breakpointhook = _breakpoint
         sys.exit(instance.serve())
     except ImmortalError as error:
-        say(getattr(cls, "__qualname__", repr(cls)), explain(error, cls))
+        print_message(getattr(cls, "__qualname__", repr(cls)), explain(error, cls))
         sys.exit(error.exit_status if isinstance(error, AppError) else EXIT_FAILED)
 
 

@@ -42,8 +42,8 @@ class EmbeddedApp:
         self._waker = Waker()
         self._life: AppLife | None = None
         self._to_app: list[bytes | memoryview] = []
-        self._begins = False  # the app must be created at the next turn
-        self._more = False  # there is something to do at once
+        self._must_start = False  # the app must be created at the next turn
+        self._has_work = False  # there is something to do at once
         self._paused = self._closing = False
         self._sent_bytes = 0
         self._snapshot_fileno = -1  # that is registered with epoll
@@ -52,7 +52,7 @@ class EmbeddedApp:
 
     def listen(self) -> None:
         self._epoll.register(self._waker.fileno(), select.EPOLLIN)
-        self._begins = True
+        self._must_start = True
 
     def become_instance(self, settings: InstanceSettings) -> None:
         """Do nothing: a service in one process is no follower, and no other app connects."""
@@ -65,7 +65,7 @@ class EmbeddedApp:
     def is_handling(self) -> bool:
         """True if a handler runs. Signal handlers read this, too."""
         life = self._life
-        return life is not None and life.dispatcher.records.now_handling is not None
+        return life is not None and life.dispatcher.records.current_handling is not None
 
     # --- the driver's port -------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class EmbeddedApp:
         self._paused = True
 
     def resume(self, effect: ef.ResumeApp) -> None:
-        self._paused, self._more = False, True
+        self._paused, self._has_work = False, True
 
     def flush(self) -> list[ev.Event]:
         return []
@@ -89,7 +89,7 @@ class EmbeddedApp:
     def sent_bytes(self) -> int:
         return self._sent_bytes
 
-    def take_sent(self) -> list[ev.Event]:
+    def pop_sent_events(self) -> list[ev.Event]:
         sent_bytes, self._sent_bytes = self._sent_bytes, 0
         return [ev.AppSent(sent_bytes)] if sent_bytes else []
 
@@ -98,11 +98,11 @@ class EmbeddedApp:
     def next_deadline_ns(self) -> int | None:
         now_ns = time.monotonic_ns()
         life = self._life
-        if self._begins or self._closing:
+        if self._must_start or self._closing:
             return now_ns
         if life is None or self._paused:
             return None
-        if self._to_app or self._more or life.loop.pending:
+        if self._to_app or self._has_work or life.loop.pending:
             return now_ns
         due_ns = life.dispatcher.next_due_ns
         deadline_ns = None if due_ns is None else now_ns + max(0, due_ns - life.loop.now_ns())
@@ -120,40 +120,40 @@ class EmbeddedApp:
             self._waker.clear()
         life = self._life
         if life is None:
-            return self._begin() if self._begins else []
+            return self._start_app() if self._must_start else []
         if self._closing:
-            self._take_last(life, TURN_NS)
-            return [self._lose(life)]
+            self._handle_last(life, TURN_NS)
+            return [self._close_app(life)]
         if self._paused:
             return []
         now_ns = time.monotonic_ns()
         try:
             self._handle(life, now_ns + TURN_NS)
         except ImmortalError as error:
-            return self._leave(life, error)
-        return self._said(life)
+            return self._end_app(life, error)
+        return self._collect_output(life)
 
     def drain(self, timeout_s: float) -> None:
         if self._life is not None and self._to_app:
-            self._take_last(self._life, int(1e9 * timeout_s))
+            self._handle_last(self._life, int(1e9 * timeout_s))
 
     def close(self) -> None:
         if self._life is not None:
-            self._lose(self._life)
+            self._close_app(self._life)
         self._waker.close()
 
-    def _begin(self) -> list[ev.Event]:
-        self._begins = False
+    def _start_app(self) -> list[ev.Event]:
+        self._must_start = False
         life = self._life = AppLife(self._definition, self._options, self._waker.wake)
         life.start()
         self._paused = self._closing = False
         life.loop.take_output()
-        return [ev.AppConnected(), *self._said(life)]
+        return [ev.AppConnected(), *self._collect_output(life)]
 
     def _handle(self, life: AppLife, until_ns: int) -> None:
         """Handle queued messages until ``until_ns``. Raises ImmortalError."""
         loop, dispatcher = life.loop, life.dispatcher
-        self._more = False
+        self._has_work = False
         if self._to_app and dispatcher.buffered_bytes < INPUT_BUFFERED_BYTES_MAX:
             data = b"".join(self._to_app)
             self._to_app.clear()
@@ -164,51 +164,51 @@ class EmbeddedApp:
             if event is None or isinstance(event, Goodbye):
                 break
             if isinstance(event, Flush) or time.monotonic_ns() >= until_ns:
-                self._more = True
+                self._has_work = True
                 break
         self._watch_snapshot(life)
 
-    def _take_last(self, life: AppLife, for_ns: int) -> None:
+    def _handle_last(self, life: AppLife, for_ns: int) -> None:
         """Handle the coordinator's last messages, which can say why it ends."""
         try:
             self._handle(life, time.monotonic_ns() + for_ns)
         except ImmortalError as error:
-            self._end(error)
+            self._stop(error)
 
-    def _said(self, life: AppLife) -> list[ev.Event]:
+    def _collect_output(self, life: AppLife) -> list[ev.Event]:
         loop = life.loop
         with loop.lock:
             if not loop.pending:
                 return []
             data = b"".join(loop.pending)
-            loop.took(len(data))
+            loop.remove_sent(len(data))
         self.last_traffic_ns = time.monotonic_ns()
         return [ev.AppData(data)]
 
-    def _leave(self, life: AppLife, error: ImmortalError) -> list[ev.Event]:
+    def _end_app(self, life: AppLife, error: ImmortalError) -> list[ev.Event]:
         """End the app and report it: with ``error``, or for a recovery from the log."""
         if isinstance(error, AppError):
             life.dispatcher.announce_leaving(str(error).partition("\n")[0])
         life.loop.take_output()
-        events = [*self._said(life), self._lose(life)]
+        events = [*self._collect_output(life), self._close_app(life)]
         if isinstance(error, RecoveryNeeded):
             self._options = replace(self._options, rewound=True)
-            self._begins = True
+            self._must_start = True
         else:
-            self._end(error)
+            self._stop(error)
         return events
 
-    def _end(self, error: ImmortalError) -> None:
+    def _stop(self, error: ImmortalError) -> None:
         self.error = self.error or error
         self._on_end()
 
-    def _lose(self, life: AppLife) -> ev.Event:
+    def _close_app(self, life: AppLife) -> ev.Event:
         self._watch_snapshot(life, ended=True)
         life.close("the instance has stopped")
         life.dispatcher.tasks.clear_away()
         self._life = None
         self._to_app.clear()
-        self._closing = self._more = False
+        self._closing = self._has_work = False
         self._sent_bytes = 0
         return ev.AppClosed()
 

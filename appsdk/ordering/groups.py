@@ -137,7 +137,7 @@ class Outgoing(msgspec.Struct, array_like=True):
         self.unconfirmed.append(message)
         return message
 
-    def told(self, number: int, view_number: int, newest: View | None) -> list[Message]:
+    def apply_report(self, number: int, view_number: int, newest: View | None) -> list[Message]:
         """Note the teller's report, in the order of sending: message ``number`` to that view is executed, or stale.
 
         ``newest``: the current view if it is stale, else None. Return the messages to send again to :attr:`view`: those
@@ -152,7 +152,7 @@ class Outgoing(msgspec.Struct, array_like=True):
         self.view = newest
         return list(self.unconfirmed)
 
-    def renewed(self, member: str, number: int, view: View, source: str, executed: int) -> list[Message]:
+    def resend_after_expulsion(self, member: str, number: int, view: View, source: str, executed: int) -> list[Message]:
         """Return the messages to send again to ``view``, after ``member`` was expelled from the view ``number``.
 
         ``source``, a member, reports this. It has executed those up to ``executed`` that were sent to :attr:`view`; all
@@ -204,10 +204,10 @@ class Ordering(Protocol):
     @property
     def sent(self) -> list[Sent]: ...
     def runs(self) -> list[QueuedRun]: ...
-    def tell(self, destination: str, message: OfFences) -> None: ...
+    def send(self, destination: str, message: OfFences) -> None: ...
     def cancel(self, sent: Sent) -> None: ...
     def drop(self, sender: str, number: int) -> None: ...
-    def commit_as_it_is(self, filed: QueuedRun) -> None: ...
+    def commit_as_is(self, filed: QueuedRun) -> None: ...
 
 
 class Fences:
@@ -218,7 +218,7 @@ class Fences:
 
     # --- as a sender --------------------------------------------------------------------------------------------------
 
-    def cuts(self, scope: Scope | None, destinations: list[str]) -> bool:
+    def blocks(self, scope: Scope | None, destinations: list[str]) -> bool:
         """Return True if a run to these destinations must not be sent, or must be cancelled."""
         return scope is not None and any(
             scope.reaches(one.group, one.view) and one.member in destinations for one in self._ordering.state.fences
@@ -231,7 +231,7 @@ class Fences:
         may = True
         for fence in self._ordering.state.fences:
             if scope.reaches(fence.group, fence.view):
-                self._tell(fence, sender)
+                self._announce_to(fence, sender)
                 may = may and sender != fence.member
         return may
 
@@ -243,14 +243,14 @@ class Fences:
                 continue
             if number in fence.decided:
                 return True
-            if not fence.is_resolved and any(one.number == number for one in self._of_member(fence)):
+            if not fence.is_resolved and any(one.number == number for one in self._runs_of_member(fence)):
                 return True
         return False
 
-    def _of_member(self, fence: FenceState) -> list[QueuedRun]:
-        return [one for one in self._in_queue(fence) if one.sender == fence.member]
+    def _runs_of_member(self, fence: FenceState) -> list[QueuedRun]:
+        return [one for one in self._open_runs(fence) if one.sender == fence.member]
 
-    def _in_queue(self, fence: FenceState) -> list[QueuedRun]:
+    def _open_runs(self, fence: FenceState) -> list[QueuedRun]:
         """Return the runs in the queue that the fence concerns and that can still change."""
         return [
             one
@@ -258,26 +258,26 @@ class Fences:
             if one.scope is not None and one.scope.reaches(fence.group, fence.view) and one.stage != Stage.COMMITTED
         ]
 
-    def _tell(self, fence: FenceState, sender: str) -> None:
+    def _announce_to(self, fence: FenceState, sender: str) -> None:
         if sender not in fence.told and sender != self._ordering.name:
             fence.told.append(sender)
-            self._ordering.tell(sender, Fence(fence.group, fence.member, fence.view))
+            self._ordering.send(sender, Fence(fence.group, fence.member, fence.view))
             self._ordering.actions.append(Asked(fence.group, fence.member, fence.view, sender))
 
     # --- as both ------------------------------------------------------------------------------------------------------
 
-    def received(self, source: str, message: OfFences) -> None:
+    def handle_message(self, source: str, message: OfFences) -> None:
         if isinstance(message, Fence):
-            fence = self._learn(message.group, message.member, message.view)
+            fence = self._apply_fence(message.group, message.member, message.view)
             if message.asks:
-                self._ask(fence, source, message)
+                self._add_asker(fence, source, message)
         elif isinstance(message, Fenced):
-            self._fenced(source, message)
+            self._handle_fenced(source, message)
         else:
-            fence = self._learn(message.group, message.member, message.view)
+            fence = self._apply_fence(message.group, message.member, message.view)
             self._resolve(fence, message)
 
-    def _learn(self, group: str, member: str, view: int) -> FenceState:
+    def _apply_fence(self, group: str, member: str, view: int) -> FenceState:
         """Apply a new fence: cancel own runs, and tell the senders of runs in the queue."""
         ordering, state = self._ordering, self._ordering.state
         fence = next((one for one in state.fences if (one.group, one.member) == (group, member)), None)
@@ -287,54 +287,54 @@ class Fences:
         if view <= fence.view:
             return fence
         fence.view, fence.is_resolved, fence.told = view, False, []
-        own = [one for one in ordering.sent if self.cuts(one.scope, one.destinations)]
+        own = [one for one in ordering.sent if self.blocks(one.scope, one.destinations)]
         for sent in own:
             ordering.cancel(sent)
         if own:
             ordering.actions.append(Asked(group, member, view, ordering.name))
-        for filed in self._in_queue(fence):
-            self._tell(fence, filed.sender)
-        self._join(fence)
+        for filed in self._open_runs(fence):
+            self._announce_to(fence, filed.sender)
+        self._extend_expulsions(fence)
         return fence
 
-    def _ask(self, fence: FenceState, asker: str, message: Fence) -> None:
+    def _add_asker(self, fence: FenceState, asker: str, message: Fence) -> None:
         if asker not in fence.askers:
             fence.askers.append(asker)
             fence.told.append(asker)
         found = [
             (one.sender, one.number)
-            for one in self._in_queue(fence)
+            for one in self._open_runs(fence)
             if one.stage == Stage.BLOCK and one.sender != fence.member
         ]
         fence.open += [one for one in found if one not in fence.open]
 
-    def progress(self) -> None:
+    def answer_askers(self) -> None:
         """Remove runs that are final from the waits, and answer askers that wait for no more runs."""
         for fence in self._ordering.state.fences:
             if not fence.askers:
                 continue
-            blocks = {(one.sender, one.number) for one in self._in_queue(fence) if one.stage == Stage.BLOCK}
+            blocks = {(one.sender, one.number) for one in self._open_runs(fence) if one.stage == Stage.BLOCK}
             fence.open = [one for one in fence.open if one in blocks]
             if fence.open:
                 continue
             askers, fence.askers = fence.askers, []
             committed = self._ordering.state.committed.get(fence.member, 0)
-            said = Fenced(fence.group, fence.member, fence.view, committed)
+            reply = Fenced(fence.group, fence.member, fence.view, committed)
             for asker in askers:
                 if asker == self._ordering.name:
-                    self._fenced(asker, said)
+                    self._handle_fenced(asker, reply)
                 else:
-                    self._ordering.tell(asker, said)
+                    self._ordering.send(asker, reply)
 
     def _resolve(self, fence: FenceState, message: Resolve) -> None:
         """Deliver the expelled member's own runs that any other member has seen committed; cancel its other runs."""
         if fence.is_resolved or fence.view != message.view:
             return
         fence.is_resolved = True
-        for filed in self._of_member(fence):
+        for filed in self._runs_of_member(fence):
             fence.decided.append(filed.number)
             if filed.number <= message.committed:
-                self._ordering.commit_as_it_is(filed)
+                self._ordering.commit_as_is(filed)
             else:
                 self._ordering.drop(filed.sender, filed.number)
 
@@ -355,10 +355,10 @@ class Fences:
         for one in (member, *fenced):
             if one in own.members and one not in own.leaving and one != name:
                 own.leaving.append(one)
-                self._begin(own, one)
+                self._request_fences(own, one)
         own.waits = [(one, other) for one, other in own.waits if other not in own.leaving]
 
-    def _begin(self, own: Expulsion, member: str) -> None:
+    def _request_fences(self, own: Expulsion, member: str) -> None:
         name = self._ordering.name
         for other in own.members:
             if other == member:
@@ -366,11 +366,11 @@ class Fences:
             own.waits.append((member, other))
             message = Fence(own.group, member, own.view, True)
             if other == name:
-                self._ask(self._learn(own.group, member, own.view), name, message)
+                self._add_asker(self._apply_fence(own.group, member, own.view), name, message)
             elif other not in own.leaving:
-                self._ordering.tell(other, message)
+                self._ordering.send(other, message)
 
-    def _join(self, fence: FenceState) -> None:
+    def _extend_expulsions(self, fence: FenceState) -> None:
         """Add ``fence.member`` to an expulsion of this instance: another member found that it no longer answers."""
         state = self._ordering.state
         for own in [one for one in state.expulsions if one.group == fence.group]:
@@ -379,25 +379,25 @@ class Fences:
             elif fence.member in own.members and fence.member not in own.leaving:
                 self.expel(own.group, fence.member, own.view, own.members, own.since_ns)
 
-    def _fenced(self, source: str, message: Fenced) -> None:
+    def _handle_fenced(self, source: str, message: Fenced) -> None:
         own = next((one for one in self._ordering.state.expulsions if one.group == message.group), None)
         if own is None or (message.member, source) not in own.waits or message.view < own.view:
             return
         own.waits.remove((message.member, source))
         own.committed[message.member] = max(own.committed.get(message.member, 0), message.committed)
-        self._go_on(own)
+        self._complete_expulsion(own)
 
-    def _go_on(self, own: Expulsion) -> None:
+    def _complete_expulsion(self, own: Expulsion) -> None:
         if own.waits:
             return
         ordering = self._ordering
         ordering.state.expulsions.remove(own)
         for member in own.leaving:
             message = Resolve(own.group, member, own.view, own.committed.get(member, 0))
-            self._resolve(self._learn(own.group, member, own.view), message)
+            self._resolve(self._apply_fence(own.group, member, own.view), message)
             for other in own.members:
                 if other not in own.leaving and other != ordering.name:
-                    ordering.tell(other, message)
+                    ordering.send(other, message)
         ordering.actions.append(Ready(own.group, own.view, own.leaving))
 
 

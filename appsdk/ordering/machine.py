@@ -45,7 +45,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Action: execute ``calls`` after all earlier releases; then call :meth:`Ordering.executed`."""
+    """Action: execute ``calls`` after all earlier releases; then call :meth:`Ordering.note_executed`."""
 
     filed: QueuedRun
 
@@ -71,7 +71,7 @@ class Ordering:
         self.actions: list[Action] = []
         self._sent = {one.number: one for one in state.sent}
         self._runs = {(one.sender, one.number): one for one in state.queue if one.sender}
-        self._own_count = sum(one.sender == name for one in state.queue)
+        self._own_run_count = sum(one.sender == name for one in state.queue)
         self._ready_count = sum(one.stage == Stage.COMMITTED for one in state.queue)  # delayed by earlier entries
         self.executed_count = 0  # of releases, since this object was made
         self._queue = [(self._key(one), one) for one in state.queue]
@@ -90,9 +90,9 @@ class Ordering:
         return bool(self._queue) or self.state.released_count > 0
 
     @property
-    def has_own(self) -> bool:
+    def has_own_run(self) -> bool:
         """True if a run of this instance is in the queue."""
-        return self._own_count > 0
+        return self._own_run_count > 0
 
     @property
     def is_idle(self) -> bool:
@@ -111,7 +111,7 @@ class Ordering:
 
     def first(self) -> QueuedRun | None:
         """Return the head of the queue, for which all other entries wait."""
-        self._drop_stale()
+        self._drop_stale_entries()
         return self._queue[0][1] if self._queue else None
 
     # --- as a sender --------------------------------------------------------------------------------------------------
@@ -137,10 +137,10 @@ class Ordering:
         for index, destination in enumerate(destinations):
             theirs = calls[index if len(calls) > 1 else 0]
             if destination == self.name:
-                self._file_run(QueuedRun(self.name, number, estimate, Stage.BLOCK, theirs, now_ns, scope))
+                self._enqueue_run(QueuedRun(self.name, number, estimate, Stage.BLOCK, theirs, now_ns, scope))
                 sent.proposed[destination] = estimate
             else:
-                self.tell(destination, Propose(method_id, self.name, number, estimate, theirs, sent.alone, scope))
+                self.send(destination, Propose(method_id, self.name, number, estimate, theirs, sent.alone, scope))
         self._advance()
         return number
 
@@ -150,7 +150,7 @@ class Ordering:
         if filed.sender != self.name or sent is None or sent.timestamp or destination in sent.destinations:
             return False
         sent.destinations.append(destination)
-        self.tell(
+        self.send(
             destination, Propose(method_id, self.name, sent.number, sent.estimate, filed.calls, False, sent.scope)
         )
         return True
@@ -162,7 +162,7 @@ class Ordering:
             if not sent.timestamp:
                 if len(sent.proposed) < len(sent.destinations):
                     break
-                self._finish(sent)
+                self._finalize(sent)
         for number in list(self._sent):
             sent = self._sent[number]
             if not sent.timestamp or sent.unsettled:
@@ -172,18 +172,18 @@ class Ordering:
                 if destination == self.name:
                     self._commit(self.name, Commit(number, sent.timestamp))
                 elif not sent.alone:
-                    self.tell(destination, Commit(number, sent.timestamp))
+                    self.send(destination, Commit(number, sent.timestamp))
             state.standing = number
             self.actions.append(RunsCommitted(number))
         self._release()
 
-    def _finish(self, sent: Sent) -> None:
+    def _finalize(self, sent: Sent) -> None:
         """Make a timestamp final: all destinations have proposed. All their clocks must reach it before delivery."""
         state = self.state
         sent.timestamp = final = max(state.last_final + 1, *sent.proposed.values(), 0)
         state.last_final = final
         state.clock = max(state.clock, final)
-        for destination in self._behind(sent):
+        for destination in self._destinations_before_final(sent):
             self._move(sent, destination, final)
 
     def _move(self, sent: Sent, destination: str, timestamp: Timestamp) -> None:
@@ -192,11 +192,11 @@ class Ordering:
             self._settle(self.name, sent.number, timestamp)
         elif destination not in sent.unsettled:
             sent.unsettled.append(destination)
-            self.tell(destination, Settle(sent.number, timestamp))
+            self.send(destination, Settle(sent.number, timestamp))
         elif destination not in sent.again:
             sent.again.append(destination)
 
-    def _late(self, source: str, message: Late) -> bool:
+    def _handle_late(self, source: str, message: Late) -> bool:
         """Move a run after the entries that it delays at ``source``, unless it stands; then its Commit follows."""
         sent = self._sent.get(message.number)
         if sent is None or source not in sent.destinations:
@@ -206,12 +206,12 @@ class Ordering:
         sent.proposed[source] = message.timestamp
         self.state.clock = max(self.state.clock, message.timestamp)
         if sent.timestamp:
-            self._finish_again(sent)
+            self._raise_timestamps(sent)
         else:
             self._move(sent, source, message.timestamp)
         return True
 
-    def _finish_again(self, first: Sent) -> None:
+    def _raise_timestamps(self, first: Sent) -> None:
         """Raise final timestamps: that of ``first``, and those of later runs if they would no longer be after it."""
         state, least = self.state, 0
         for sent in self._sent.values():
@@ -234,26 +234,26 @@ class Ordering:
             if destination == self.name:
                 self.drop(self.name, sent.number)
                 continue
-            self.tell(destination, Cancel(sent.number))
+            self.send(destination, Cancel(sent.number))
             if destination not in sent.proposed or destination in sent.unsettled:
                 self.state.late.append((sent.number, destination))
         sent.destinations, sent.unsettled, sent.proposed, sent.again = [], [], {}, []
 
-    def _behind(self, sent: Sent) -> list[str]:
+    def _destinations_before_final(self, sent: Sent) -> list[str]:
         return [one for one in sent.destinations if sent.proposed[one] < sent.timestamp]
 
     # --- as a destination ---------------------------------------------------------------------------------------------
 
-    def proposed(self, message: Propose, now_ns: int = 0) -> None:
+    def handle_propose(self, message: Propose, now_ns: int = 0) -> None:
         """Take in a run of another sender. Its block is in the queue before the answer leaves."""
         state, sender = self.state, message.sender
         if message.scope is not None and not self.fences.may_propose(sender, message.scope):
-            self.tell(sender, Refused(message.number, "it is expelled"))
+            self.send(sender, Refused(message.number, "it is expelled"))
             return
         state.clock = timestamp = self._propose(message.estimate)
         filed = QueuedRun(sender, message.number, timestamp, Stage.BLOCK, message.calls, now_ns, message.scope)
-        self._file_run(filed)
-        self.tell(sender, Proposed(message.number, timestamp))
+        self._enqueue_run(filed)
+        self.send(sender, Proposed(message.number, timestamp))
         if message.alone:
             self._commit(sender, Commit(message.number, timestamp))
             self._release()
@@ -262,8 +262,8 @@ class Ordering:
         """Return a timestamp above all that were ever proposed or final here."""
         return max(self.state.clock + 1, estimate)
 
-    def _file_run(self, filed: QueuedRun) -> None:
-        self._own_count += filed.sender == self.name
+    def _enqueue_run(self, filed: QueuedRun) -> None:
+        self._own_run_count += filed.sender == self.name
         self._runs[filed.sender, filed.number] = filed
         heappush(self._queue, (self._key(filed), filed))
 
@@ -287,7 +287,7 @@ class Ordering:
         """Cancel the run of a sender."""
         filed = self._runs.pop((sender, number), None)
         if filed is not None:
-            self._own_count -= sender == self.name
+            self._own_run_count -= sender == self.name
             self._ready_count -= filed.stage == Stage.COMMITTED
 
     def runs(self) -> list[QueuedRun]:
@@ -298,7 +298,7 @@ class Ordering:
         """Yield the plain calls in the queue, in no order."""
         return (filed for _, filed in self._queue if not filed.sender)
 
-    def file(self, call: bytes, now_ns: int = 0, *, is_own: bool = False) -> None:
+    def enqueue_call(self, call: bytes, now_ns: int = 0, *, is_own: bool = False) -> None:
         """Queue a call outside of runs, after all entries, while :attr:`is_busy`. ``is_own``: a call of the instance to
         itself, which no later one must overtake."""
         state = self.state
@@ -316,24 +316,24 @@ class Ordering:
         first = self.first() if self._ready_count else None
         return None if first is None or first.asked else first
 
-    def put_off(self, filed: QueuedRun) -> None:
+    def postpone(self, filed: QueuedRun) -> None:
         """Ask the sender to move a run after all present entries of this queue."""
         state = self.state
         state.clock = filed.asked = state.clock + 1
         message = Late(filed.number, filed.asked)
         if filed.sender == self.name:
-            self._late(self.name, message)
+            self._handle_late(self.name, message)
             self._release()
         else:
-            self.tell(filed.sender, message)
+            self.send(filed.sender, message)
 
     # --- silent members of groups -------------------------------------------------------------------------------------
 
-    def heard(self, source: str) -> None:
-        """Note that a message has come from ``source``."""
+    def count_message(self, source: str) -> None:
+        """Count a message from ``source``."""
         self.state.heard[source] = self.state.heard.get(source, 0) + 1
 
-    def _awaited(self, groups: Mapping[str, int]) -> list[tuple[Scope, int, list[str], list[str]]]:
+    def _waits_of_groups(self, groups: Mapping[str, int]) -> list[tuple[Scope, int, list[str], list[str]]]:
         """Return the waits of runs of ``groups``: (scope, since when, the awaited names, those to tell)."""
         found = []
         for sent in self.sent[:1]:
@@ -347,13 +347,13 @@ class Ordering:
             found.append((first.scope, first.since_ns, [first.sender], [self.name]))
         return [one for one in found if one[2]]
 
-    def look_for_silent(self, groups: Mapping[str, int], now_ns: int) -> int | None:
+    def report_silent_members(self, groups: Mapping[str, int], now_ns: int) -> int | None:
         """Report as Silent the awaited members that have sent nothing since the last check.
 
         Checks of a group are half its limit in ``groups`` (ns) apart; return the time of the next one.
         """
         state, due_ns = self.state, None
-        awaited = self._awaited(groups)
+        awaited = self._waits_of_groups(groups)
         for scope, since_ns, _, _ in awaited:
             next_ns = max(since_ns, state.looked_ns) + groups[scope.group] // 2
             due_ns = next_ns if due_ns is None else min(due_ns, next_ns)
@@ -367,10 +367,10 @@ class Ordering:
                     self.actions.append(Silent(scope.group, name, scope.view, others))
         first = self.first()
         if first is not None and first.sender in state.silent and not first.asked:
-            self.put_off(first)  # it answers if it is alive
+            self.postpone(first)  # it answers if it is alive
         return now_ns + min(groups[scope.group] // 2 for scope, _, _, _ in awaited)
 
-    def executed(self, count: int = 1) -> None:
+    def note_executed(self, count: int = 1) -> None:
         """Note that ``count`` more of the released runs and calls are executed."""
         self.state.released_count -= count
         self.executed_count += count
@@ -385,7 +385,7 @@ class Ordering:
             return True
         return self._runs.get((filed.sender, filed.number)) is filed and self._key(filed) == key
 
-    def _drop_stale(self) -> None:
+    def _drop_stale_entries(self) -> None:
         queue = self._queue
         while queue and not self._is_at(*queue[0]):
             heappop(queue)
@@ -397,7 +397,7 @@ class Ordering:
             self._ready_count -= 1
             if filed.sender:
                 del self._runs[filed.sender, filed.number]
-                self._own_count -= filed.sender == self.name
+                self._own_run_count -= filed.sender == self.name
             elif filed.number in self.state.own_filed:
                 self.state.own_filed.remove(filed.number)
             self.state.released_count += 1
@@ -405,39 +405,39 @@ class Ordering:
 
     # --- input --------------------------------------------------------------------------------------------------------
 
-    def received(self, source: str, message: Message | Fencing) -> bool:
+    def handle_message(self, source: str, message: Message | Fencing) -> bool:
         """Handle a message of a sender or destination. Return False if it concerns nothing known, or is impossible."""
         if isinstance(message, Settle | Commit | Cancel):
-            is_right = self._decided(source, message)
+            is_right = self._handle_decision(source, message)
             self._release()
         elif isinstance(message, Fence | Fenced | Resolve):
-            self.fences.received(source, message)
+            self.fences.handle_message(source, message)
             is_right = True
         elif isinstance(message, Late):
-            is_right = self._late(source, message)
+            is_right = self._handle_late(source, message)
         elif (message.number, source) in self.state.late:
             self.state.late.remove((message.number, source))
             return True
         else:
             sent = self._sent.get(message.number)
-            if sent is None or source not in sent.destinations or not self._answered(sent, source, message):
+            if sent is None or source not in sent.destinations or not self._handle_answer(sent, source, message):
                 return False
             is_right = True
             self._advance()
-        self._go_on()
+        self._progress_fences()
         return is_right
 
     def expel(self, group: str, member: str, view: int, members: list[str], now_ns: int = 0) -> None:
         """Expel a member: see :meth:`immortal.appsdk.ordering.groups.Fences.expel`."""
         self.fences.expel(group, member, view, members, now_ns)
-        self._go_on()
+        self._progress_fences()
 
-    def _go_on(self) -> None:
+    def _progress_fences(self) -> None:
         if self.state.fences:
-            self.fences.progress()
+            self.fences.answer_askers()
             self._advance()
 
-    def _decided(self, sender: str, message: Settle | Commit | Cancel) -> bool:
+    def _handle_decision(self, sender: str, message: Settle | Commit | Cancel) -> bool:
         if self.fences.ignores(sender, message.number):
             return True
         if isinstance(message, Cancel):
@@ -448,16 +448,16 @@ class Ordering:
             return False
         if isinstance(message, Settle):
             self._settle(sender, message.number, message.timestamp)
-            self.tell(sender, Settled(message.number))
+            self.send(sender, Settled(message.number))
         else:
             self._commit(sender, message)
         return True
 
-    def commit_as_it_is(self, filed: QueuedRun) -> None:
+    def commit_as_is(self, filed: QueuedRun) -> None:
         """Commit a run at its timestamp: another destination knows that it stands, so it is final here as well."""
         self._commit(filed.sender, Commit(filed.number, filed.timestamp))
 
-    def _answered(self, sent: Sent, source: str, message: Proposed | Settled | Refused) -> bool:
+    def _handle_answer(self, sent: Sent, source: str, message: Proposed | Settled | Refused) -> bool:
         if isinstance(message, Proposed):
             if source in sent.proposed or not sent.estimate <= message.timestamp <= TIMESTAMP_MAX:
                 return False
@@ -468,7 +468,7 @@ class Ordering:
                 return False
             if source in sent.again:
                 sent.again.remove(source)
-                self.tell(source, Settle(sent.number, sent.timestamp or sent.proposed[source]))
+                self.send(source, Settle(sent.number, sent.timestamp or sent.proposed[source]))
             else:
                 sent.unsettled.remove(source)
         else:
@@ -477,5 +477,5 @@ class Ordering:
             sent.destinations.remove(source)
         return True
 
-    def tell(self, destination: str, message: Propose | Message | Fencing) -> None:
+    def send(self, destination: str, message: Propose | Message | Fencing) -> None:
         self.actions.append(Send(destination, message))

@@ -103,7 +103,7 @@ decode_executed: Callable[[bytes], Executed] = decoding.Decoder(Executed).decode
 class Multicasts:
     """Ordered multicasts of one instance. Before the first one sent or received it costs nothing.
 
-    ``run_effect``: begins an effect that was held. ``called``: returns the receiver of a call that is not answered."""
+    ``run_effect``: begins an effect that was held. ``receiver_of_call``: returns the receiver of an unanswered call."""
 
     def __init__(self, context: Context) -> None:
         self.rules = NEWEST_ORDER  # for the log's whole life
@@ -113,12 +113,12 @@ class Multicasts:
         self.ordering: Ordering | None = None  # the queue of runs; None: there was no ordered multicast yet
         self._sending: Sending | None = None
         self._clients: set[tuple[str, int]] = set()
-        self._pushed: Parts = {}
+        self._parts_to_push: Parts = {}
         self._released: list[QueuedRun] = []
         self._own_calls: list[bytes] = []  # to oneself, after the released runs
         self.proxies: Any = None  # the cache of the proxies that handlers got
         self.run_effect: Callable[[int], None] = lambda number: None
-        self.called: Callable[[int], str | None] = lambda number: None
+        self.receiver_of_call: Callable[[int], str | None] = lambda number: None
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Multicasts:
 
     def restore(self, data: bytes | None) -> None:
         """Restore the queues from a checkpoint. Raises StateError."""
-        self._pushed, self._released, self._own_calls = {}, [], []
+        self._parts_to_push, self._released, self._own_calls = {}, [], []
         self.due_ns = None
         if data is None:
             self.ordering = self._sending = None
@@ -142,17 +142,17 @@ class Multicasts:
             saved = _decode_saved(data)
         except decoding.DecodeError as error:
             raise StateError(f"the checkpoint's part on ordered multicasts can't be read: {error}") from None
-        self._begin(saved.name, saved.state, saved.waiting)
+        self._create_queues(saved.name, saved.state, saved.waiting)
         self._clients = set(saved.clients)
         if saved.state.sent or saved.state.queue:
             self.due_ns = 0  # as soon as the app is primary, see which runs are late
 
-    def _begin(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
+    def _create_queues(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
         self.ordering = Ordering(name, state)
-        self._sending = Sending(self.ordering, self._leave, waiting, own=name)
+        self._sending = Sending(self.ordering, self._release_held, waiting, own_name=name)
         self._context.outbox.holder = self
 
-    def _both(self) -> tuple[Ordering, Sending]:
+    def _queues(self) -> tuple[Ordering, Sending]:
         """Return both queues; create them at first use. Raises UsageError."""
         context = self._context
         if self.ordering is None or self._sending is None:
@@ -161,8 +161,8 @@ class Multicasts:
                     f"{WHAT}: the log does not say what this instance is called, or the coordinator does not say who "
                     f"sent what: both are older than this SDK; start the instance with a new log"
                 )
-            self._begin(context.instance_name)
-            return self._both()
+            self._create_queues(context.instance_name)
+            return self._queues()
         return self.ordering, self._sending
 
     @property
@@ -192,7 +192,7 @@ class Multicasts:
             found.append({"for": first.sender, "what": what, "since_ns": first.since_ns, "count": ordering.count})
         return found
 
-    def waits_for(self) -> list[str]:
+    def awaited_instances(self) -> list[str]:
         """Return the instances that must answer before the queue continues."""
         ordering = self.ordering
         first = None if ordering is None else ordering.first()
@@ -216,7 +216,7 @@ class Multicasts:
                 f"it in parts"
             )
         context = self._context
-        ordering, sending = self._both()
+        ordering, sending = self._queues()
         if context.carries:
             for index, destination in enumerate(destinations):
                 call = calls[index if len(calls) > 1 else 0]
@@ -231,13 +231,13 @@ class Multicasts:
 
     def expel(self, group: str, member: str, view: int, members: list[str]) -> None:
         """Expel a member: see :meth:`immortal.appsdk.ordering.groups.Fences.expel`. Raises UsageError."""
-        ordering, sending = self._begun()
+        ordering, sending = self._flushed_queues()
         ordering.expel(group, member, view, members, self._context.record_time_ns or 0)
-        self._act(ordering, sending)
+        self._execute_actions(ordering, sending)
 
     def is_cut(self, scope: Scope, destinations: list[str]) -> bool:
         """Return True if nothing can be sent to these destinations: one of them is being expelled."""
-        return self.ordering is not None and self.ordering.fences.cuts(scope, destinations)
+        return self.ordering is not None and self.ordering.fences.blocks(scope, destinations)
 
     # --- requests of nodes --------------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Multicasts:
 
     def extend(self, method_id: int, calls: list[bytes], to: str) -> bool:
         """Send a run of this instance, one of :meth:`calls_of`, to ``to`` as well. Return False if it is too late."""
-        ordering, sending = self._both()
+        ordering, sending = self._queues()
         for one in sending.waiting:
             if isinstance(one, Run) and one.calls[0] is calls:
                 one.destinations.append(to)
@@ -259,13 +259,13 @@ class Multicasts:
         self._context.outbox.close_open()
         for filed in ordering.runs():
             if filed.calls is calls and ordering.extend(filed, method_id, to):
-                self._act(ordering, sending)
+                self._execute_actions(ordering, sending)
                 return True
         return False
 
     def warn(self, owner: str, carries: Callable[[bytes], bool], parts: list[bytes]) -> None:
         """Put the message ``parts`` before each waiting output for which ``carries`` is True, except for ``owner``."""
-        _, sending = self._begun()
+        _, sending = self._flushed_queues()
         waiting, sending.waiting = sending.waiting, []
         for one in waiting:
             if isinstance(one, Run):
@@ -279,7 +279,7 @@ class Multicasts:
 
     # --- requests of the outbox ---------------------------------------------------------------------------------------
 
-    def holds_back(self, destination: str) -> bool:
+    def must_hold(self, destination: str) -> bool:
         """Return True if a message to ``destination`` must wait.
 
         A message to others waits for all earlier multicasts, one to oneself for those that come back here."""
@@ -287,9 +287,9 @@ class Multicasts:
         if ordering is None or sending is None:
             return False
         if destination and destination != ordering.name:
-            return sending.holds
+            return sending.must_hold
         return (
-            ordering.has_own
+            ordering.has_own_run
             or bool(ordering.state.own_filed)
             or any(
                 ordering.name in one.destinations if isinstance(one, Run) else not one.destination
@@ -298,13 +298,13 @@ class Multicasts:
         )
 
     def hold(self, destination: str, parts: list[bytes]) -> None:
-        ordering, sending = self._both()
+        ordering, sending = self._queues()
         to = "" if destination == ordering.name else destination
-        if sending.holds:
+        if sending.must_hold:
             sending.hold(to, parts)
         else:
-            self._leave(Held(to, 0, parts))
-            self._act(ordering, sending)
+            self._release_held(Held(to, 0, parts))
+            self._execute_actions(ordering, sending)
 
     def flush(self) -> None:
         """Send the multicasts of the last message. Called between two messages."""
@@ -315,12 +315,12 @@ class Multicasts:
         here = context.sequence_id, context.message_index
         context.sequence_id, context.message_index = sending.place or here
         sending.advance()
-        self._act(ordering, sending)
+        self._execute_actions(ordering, sending)
         context.sequence_id, context.message_index = here
 
     def hold_effect(self, number: int) -> None:
         """Hold an effect if earlier multicasts are not done."""
-        if self._sending is not None and self._sending.holds:
+        if self._sending is not None and self._sending.must_hold:
             self._context.outbox.close_open()
             self._sending.hold(EFFECT, [], number)
 
@@ -329,19 +329,19 @@ class Multicasts:
 
     # --- input from the log: protocol ---------------------------------------------------------------------------------
 
-    def proposed(self, propose: Propose) -> None:
+    def handle_propose(self, propose: Propose) -> None:
         """Handle a Propose. Raises HandlerError."""
-        ordering, sending = self._begun()
+        ordering, sending = self._flushed_queues()
         if (problem := problem_of(propose, self._context.source)) is not None:
             raise self._refused(problem)
-        ordering.heard(propose.sender)
-        ordering.proposed(propose, self._context.record_time_ns or 0)
+        ordering.count_message(propose.sender)
+        ordering.handle_propose(propose, self._context.record_time_ns or 0)
         if propose.method_id == HANDLES_METHOD_ID and sending.waiting:
             self._context.nodes.accounts.end_proposed(propose.sender, propose.calls)
-        self._act(ordering, sending)
+        self._execute_actions(ordering, sending)
         self._context.slice_end = 0  # later input of the record is queued
 
-    def refused(self, message: bytes, text: str) -> list[bytes]:
+    def refuse(self, message: bytes, text: str) -> list[bytes]:
         """Let the sender of a refused Propose continue without this instance. Return the calls in the message."""
         try:
             propose = decode_propose(arguments_of(message))
@@ -349,35 +349,35 @@ class Multicasts:
             return []
         if propose.sender != self._context.source:
             return []
-        ordering, sending = self._begun()
+        ordering, sending = self._flushed_queues()
         ordering.actions.append(Send(propose.sender, Refused(propose.number, text)))
-        self._act(ordering, sending)
+        self._execute_actions(ordering, sending)
         return propose.calls
 
-    def received(self, message: Message | Fencing) -> None:
+    def handle_message(self, message: Message | Fencing) -> None:
         """Handle a message between sender and destination. Raises HandlerError."""
-        ordering, sending = self._begun()
+        ordering, sending = self._flushed_queues()
         source = self._context.source or ""
-        ordering.heard(source)
-        if not ordering.received(source, message):
+        ordering.count_message(source)
+        if not ordering.handle_message(source, message):
             raise self._refused(f"{source!r} sent {message}, and that run is not open here")
-        self._act(ordering, sending)
+        self._execute_actions(ordering, sending)
 
-    def fencing(self, message: Fencing) -> None:
+    def handle_fencing(self, message: Fencing) -> None:
         """Handle a message about a fence. Raises HandlerError."""
         if GROUP_METHODS[Asked] not in self._context.tasks.definition.handlers:
             raise self._refused(f"a member of group {message.group!r} is expelled, and this class is not below Grouped")
-        self.received(message)
+        self.handle_message(message)
 
-    def executed(self, executed: Executed) -> None:
+    def handle_executed(self, executed: Executed) -> None:
         """Note that released runs were handled."""
-        ordering, _ = self._begun()
-        ordering.executed(executed.released_count)
+        ordering, _ = self._flushed_queues()
+        ordering.note_executed(executed.released_count)
         if not ordering.is_busy:
             self._clients.clear()  # of failed requests nobody was told here
 
-    def _begun(self) -> tuple[Ordering, Sending]:
-        both = self._both()
+    def _flushed_queues(self) -> tuple[Ordering, Sending]:
+        both = self._queues()
         self._context.outbox.close_open()
         self.flush()  # earlier multicasts come before this message
         return both
@@ -393,21 +393,21 @@ class Multicasts:
         ordering = self.ordering
         return ordering is not None and (ordering.is_busy or bool(self.waiting))
 
-    def files(self, message: Plain) -> bool:
+    def enqueue_if_must_wait(self, message: Plain) -> bool:
         """Queue a plain message if it must wait; return True if so. Requires ``is_busy`` and a message from outside."""
-        ordering, sending = self._begun()
+        ordering, sending = self._flushed_queues()
         if not ordering.is_busy or not message.may_wait:
             return False
         counts_handles = message.method_id == HANDLES_METHOD_ID
         if counts_handles and self._context.nodes.accounts.is_passed(arguments_of(message.message)):
             return False
-        if message.answers is not None and self.called(message.answers) != self._context.source:
+        if message.answers is not None and self.receiver_of_call(message.answers) != self._context.source:
             return False  # nobody has asked for it: it is refused, or ignored, at once
         if message.caller is not None and message.caller in self._clients:
             self._clients.remove(message.caller)  # it has waited
             return False
-        ordering.file(as_fork(message), self._context.record_time_ns or 0)
-        self._act(ordering, sending)
+        ordering.enqueue_call(as_fork(message), self._context.record_time_ns or 0)
+        self._execute_actions(ordering, sending)
         return True
 
     # --- late runs ----------------------------------------------------------------------------------------------------
@@ -415,34 +415,34 @@ class Multicasts:
     def tick(self) -> None:
         """Handle the time :attr:`due_ns`, when the log has it."""
         if self.due_ns is not None:
-            ordering, sending = self._begun()
-            self._act(ordering, sending)
+            ordering, sending = self._flushed_queues()
+            self._execute_actions(ordering, sending)
 
-    def _look_for_late(self) -> QueuedRun | None:
+    def _check_late(self) -> QueuedRun | None:
         """Return the run that has delayed others for LATE_NS; None: set the time of the next check."""
         ordering = self.ordering
         late = None if ordering is None else ordering.late
         self.due_ns = None if late is None else late.since_ns + LATE_NS
         if ordering is not None and self.expel_after:
-            silent_ns = ordering.look_for_silent(self.expel_after, self._context.record_time_ns or 0)
+            silent_ns = ordering.report_silent_members(self.expel_after, self._context.record_time_ns or 0)
             if silent_ns is not None and (self.due_ns is None or silent_ns < self.due_ns):
                 self.due_ns = silent_ns
         return late if late is not None and late.since_ns + LATE_NS <= (self._context.record_time_ns or 0) else None
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _act(self, ordering: Ordering, sending: Sending) -> None:
+    def _execute_actions(self, ordering: Ordering, sending: Sending) -> None:
         """Execute the actions of the machines until they have no more."""
         while True:
-            self._do_all(ordering, sending)
-            late = self._look_for_late()
+            self._execute_all(ordering, sending)
+            late = self._check_late()
             if late is not None:
-                ordering.put_off(late)
+                ordering.postpone(late)
             elif not ordering.actions:
                 break
-        self._push()
+        self._push_to_outbox()
 
-    def _do_all(self, ordering: Ordering, sending: Sending) -> None:
+    def _execute_all(self, ordering: Ordering, sending: Sending) -> None:
         while True:
             while ordering.actions:
                 actions, ordering.actions = ordering.actions, []
@@ -452,13 +452,13 @@ class Multicasts:
                     elif isinstance(action, Release):
                         self._release(action.filed)
                     elif isinstance(action, Asked | Ready | Silent):
-                        self._tell_group(action)
+                        self._notify_group(action)
             sending.advance()
             if not ordering.actions:
                 break
 
     def _send(self, action: Send) -> None:
-        parts = self._pushed.setdefault(action.destination, [])
+        parts = self._parts_to_push.setdefault(action.destination, [])
         if isinstance(action.message, Propose):
             propose = action.message
             if propose.method_id < 0:  # of several methods: each destination gets its own
@@ -469,7 +469,7 @@ class Multicasts:
         else:
             _write_ordering(parts, (action.message,))
 
-    def _tell_group(self, action: Asked | Ready | Silent) -> None:
+    def _notify_group(self, action: Asked | Ready | Silent) -> None:
         """Call the group's handlers in this instance: groups are part of their state. All members get a Silent."""
         handler = self._context.tasks.definition.handlers.get(GROUP_METHODS[type(action)])
         if handler is None:
@@ -479,22 +479,24 @@ class Multicasts:
             write(self._own_calls, msgspec.structs.astuple(action))
             return
         for other in action.others:
-            parts = self._own_calls if other == self._context.instance_name else self._pushed.setdefault(other, [])
+            parts = (
+                self._own_calls if other == self._context.instance_name else self._parts_to_push.setdefault(other, [])
+            )
             write(parts, (action.group, action.member, action.view))
 
-    def _leave(self, held: Held) -> None:
+    def _release_held(self, held: Held) -> None:
         ordering = self.ordering
         if held.effect:
             self.run_effect(held.effect)
         elif not held.destination and ordering is not None and ordering.is_busy:
             for front, body in zip(held.parts[::2], held.parts[1::2], strict=True):
-                ordering.file(front + body, self._context.record_time_ns or 0, is_own=True)
+                ordering.enqueue_call(front + body, self._context.record_time_ns or 0, is_own=True)
         else:
-            self._pushed.setdefault(held.destination, []).extend(held.parts)
+            self._parts_to_push.setdefault(held.destination, []).extend(held.parts)
 
     def _release(self, filed: QueuedRun) -> None:
         self._released.append(filed)
-        parts = self._pushed.setdefault("", [])
+        parts = self._parts_to_push.setdefault("", [])
         for call in filed.calls:
             parts += (b"", call)
         if not filed.sender:
@@ -502,15 +504,15 @@ class Multicasts:
             if caller is not None and caller[0].startswith(CLIENTS):
                 self._clients.add(caller)
 
-    def _push(self) -> None:
+    def _push_to_outbox(self) -> None:
         outbox: Outbox = self._context.outbox
         if self._released:
             released, self._released = self._released, []
             runs = [(one.sender, one.number, one.timestamp, len(one.calls)) for one in released if one.sender]
-            _write_executed(self._pushed[""], (len(released), runs))
+            _write_executed(self._parts_to_push[""], (len(released), runs))
         if self._own_calls:
-            self._pushed.setdefault("", []).extend(self._own_calls)
+            self._parts_to_push.setdefault("", []).extend(self._own_calls)
             self._own_calls = []
-        pushed, self._pushed = self._pushed, {}
+        pushed, self._parts_to_push = self._parts_to_push, {}
         for destination, parts in pushed.items():
             outbox.push(destination, parts)

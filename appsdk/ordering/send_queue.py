@@ -50,26 +50,26 @@ EFFECT = "\x00effect"  # no instance has this name
 
 
 class Sending:
-    """Send queue. ``leave`` is called with held output that can leave, in order. ``waiting``: its state, part of
-    checkpoints. ``own``: the instance's name as a destination of runs; "": runs can overtake what it sends to
+    """Send queue. ``release`` is called with held output that can leave, in order. ``waiting``: its state, part of
+    checkpoints. ``own_name``: the instance's name as a destination of runs; "": runs can overtake what it sends to
     itself."""
 
     def __init__(
         self,
         ordering: Ordering,
-        leave: Callable[[Held], None],
+        release: Callable[[Held], None],
         waiting: list[Waiting] | None = None,
         *,
-        own: str = "",
+        own_name: str = "",
     ) -> None:
         self._ordering = ordering
-        self._own = own
-        self._leave = leave
+        self._own_name = own_name
+        self._release = release
         self.waiting: list[Waiting] = waiting if waiting is not None else []
         self.place: Any = None  # the input that sent the last run
 
     @property
-    def holds(self) -> bool:
+    def must_hold(self) -> bool:
         """True if output that is sent now must wait."""
         state = self._ordering.state
         return bool(self.waiting) or state.standing < state.sent_count
@@ -130,11 +130,11 @@ class Sending:
             if isinstance(one, Held):
                 one.behind = max(one.behind, last_number)
                 if run_stays or state.standing < one.behind:
-                    held.add(one.destination or self._own)
+                    held.add(one.destination or self._own_name)
                     self.waiting.append(one)
                 else:
-                    self._leave(one)
-            elif ordering.fences.cuts(one.scope, one.destinations):
+                    self._release(one)
+            elif ordering.fences.blocks(one.scope, one.destinations):
                 continue  # like the cancelled ones that were in flight
             elif (
                 run_stays

@@ -220,7 +220,7 @@ class Grouped(Immortal):
         source, known = self._group(name)
         if newest is not None:
             known.membership.learn(newest)
-        for message in known.outgoing.told(number, view_number, newest):
+        for message in known.outgoing.apply_report(number, view_number, newest):
             self._group_multicast(source, known, message)
 
     @rpc
@@ -329,7 +329,7 @@ class Grouped(Immortal):
             known.membership.learn(view)
         outgoing = known.outgoing
         number = executed[0] if executed[1] == outgoing.view.number else 0
-        again = outgoing.renewed(member, view_number, known.view, source, number)
+        again = outgoing.resend_after_expulsion(member, view_number, known.view, source, number)
         for message in again:
             self._group_multicast(declared, known, message)
         answer = encoder.encode(Answer(False, known.view))

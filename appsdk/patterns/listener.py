@@ -69,7 +69,7 @@ class Listener(Generic[M]):
                     f"{endpoint} is not on this machine only: it needs keys, with identity=NAME ('immortal keys NAME "
                     f"--make' makes some), or insecure=True, which lets everybody in"
                 )
-            self._watch = _Watch(self._context, self.socket, options[zmq.MAXMSGSIZE], self._ended)
+            self._watch = _Watch(self._context, self.socket, options[zmq.MAXMSGSIZE], self._warn_unfinished)
             self._unfinished = self._watch.unfinished
             self.endpoint = self._unfinished.endpoint = self._bind(endpoint, options)
         except BaseException:
@@ -124,8 +124,8 @@ class Listener(Generic[M]):
             ) from None
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def receive(self, count_max: int, take: Callable[[bytes, str, M], None]) -> bool:
-        """Pass arrived messages to ``take``, at most ``count_max``: the answer's route, the caller's name ("" without
+    def receive(self, count_max: int, handle: Callable[[bytes, str, M], None]) -> bool:
+        """Pass arrived messages to ``handle``, at most ``count_max``: the answer's route, the caller's name ("" without
         keys), the message. Return False if there may be more.
         """
         self._unfinished.reading()
@@ -151,7 +151,7 @@ class Listener(Generic[M]):
             except (PermissionError, RemoteProtocolError) as error:
                 self.drop(str(error))
                 continue
-            take(parts[0].bytes, caller, message)
+            handle(parts[0].bytes, caller, message)
         return False
 
     def _caller_of(self, part: zmq.Frame) -> str:
@@ -171,7 +171,7 @@ class Listener(Generic[M]):
         self.malformed += 1
         self._warn("malformed", f"{what}; dropped")
 
-    def _ended(self, what: str) -> None:
+    def _warn_unfinished(self, what: str) -> None:
         self._warn("unfinished", f"{what}; ended: remove its key, if it has one")
 
     def _warn(self, kind: str, text: str) -> None:
@@ -275,13 +275,13 @@ class Callers:
         self._home = home
         self._names = None if names is None else tuple(names)
         self._by_key: dict[str, str] = {}
-        self._looked_s = float("-inf")
+        self._last_read_s = float("-inf")
 
     def name_of(self, key: str) -> str | None:
         """Return the owner of ``key`` (Z85), by files read at most a second ago; None if no admitted caller has it."""
         now_s = time.monotonic()
-        if now_s - self._looked_s >= CALLERS_POLL_S:
-            self._looked_s = now_s
+        if now_s - self._last_read_s >= CALLERS_POLL_S:
+            self._last_read_s = now_s
             self._by_key = self._read()
         return self._by_key.get(key)
 

@@ -23,7 +23,7 @@ from immortal.protocol.varint import encode_zigzag
 
 OUTPUT_PENDING_BYTES_MAX = 4 << 20  # not taken by the receiver: above it no input is handled
 SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # in pending, and not taken yet
-_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the clock that coordinators read
+_STEADY_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the clock that coordinators read
 
 
 class AppLoop:
@@ -45,8 +45,8 @@ class AppLoop:
         self._coordinator = coordinator
         self._on_primary = on_primary
         self._on_journal = on_journal
-        self._coming: deque[Blob | memoryview] = deque()  # output behind ``pending``, from a checkpoint on
-        self._coming_size_bytes = 0
+        self._deferred: deque[Blob | memoryview] = deque()  # output behind ``pending``, from a checkpoint on
+        self._deferred_size_bytes = 0
         self._snapshot_ends: deque[int] = deque()  # for each pending chunk, its end in the output
         self.output_ended = False
         self._failure: AppError | None = None
@@ -61,10 +61,10 @@ class AppLoop:
 
         Raises the error of :meth:`fail`, Refused, and what the dispatcher raises.
         """
-        if self._coming:
+        if self._deferred:
             with self.lock:
                 self._fill(self.pending_size_bytes)  # a message would change the rows that are not read yet
-        self.look()
+        self.poll()
         event = self.dispatcher.next_event()
         if isinstance(event, Goodbye):
             return event
@@ -80,11 +80,11 @@ class AppLoop:
             self.snapshot = Snapshot(event.encode)
         due_ns = self.dispatcher.next_due_ns
         if due_ns is not None and due_ns <= (now_ns := self.now_ns()):
-            self.dispatcher.tell_time(now_ns)
+            self.dispatcher.log_time(now_ns)
         self.take_output()
         return event
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Raise an error that a hook left, and read a child's chunks.
 
         Raises StateError if the state can't be saved and messages don't fail alone.
@@ -96,14 +96,18 @@ class AppLoop:
 
     def take_output(self) -> None:
         """Move the dispatcher's output to the pending output."""
-        self._take(self.dispatcher.data_to_send())
+        self._append(self.dispatcher.data_to_send())
 
     def now_ns(self) -> int:
         """Return the instance's time, ns since the Unix epoch: the coordinator's, or the machine's without one."""
-        told = self.dispatcher.time
-        return time.time_ns() if told is None else told.time_ns + time.clock_gettime_ns(_STEADY) - told.steady_ns
+        reported = self.dispatcher.time
+        return (
+            time.time_ns()
+            if reported is None
+            else reported.time_ns + time.clock_gettime_ns(_STEADY_CLOCK) - reported.steady_ns
+        )
 
-    def took(self, size_bytes: int) -> None:
+    def remove_sent(self, size_bytes: int) -> None:
         """Remove the first ``size_bytes`` of ``pending``, which were sent. The caller holds the lock."""
         self.pending_size_bytes -= size_bytes
         self.sent_size_bytes += size_bytes
@@ -115,15 +119,15 @@ class AppLoop:
                 break
             size_bytes -= len(first)
             pending.popleft()
-        if self._coming:
+        if self._deferred:
             self._fill(OUTPUT_PENDING_BYTES_MAX)
 
     def end_output(self) -> None:
         """Drop all output: the connection accepts no more."""
         self.output_ended = True
         self.pending.clear()
-        self._coming.clear()
-        self.pending_size_bytes = self._coming_size_bytes = 0
+        self._deferred.clear()
+        self.pending_size_bytes = self._deferred_size_bytes = 0
         self.close()
 
     def close(self) -> None:
@@ -131,30 +135,30 @@ class AppLoop:
             self.snapshot.close()
             self.snapshot = None
 
-    def _take(self, chunks: Iterable[Chunk]) -> None:
+    def _append(self, chunks: Iterable[Chunk]) -> None:
         if self.output_ended:
             return
         with self.lock:
             for chunk in chunks:
-                if isinstance(chunk, Blob) or self._coming:
-                    self._coming.append(chunk if isinstance(chunk, Blob) else memoryview(chunk))
-                    self._coming_size_bytes += len(chunk)
+                if isinstance(chunk, Blob) or self._deferred:
+                    self._deferred.append(chunk if isinstance(chunk, Blob) else memoryview(chunk))
+                    self._deferred_size_bytes += len(chunk)
                 elif len(chunk):
                     self.pending.append(memoryview(chunk))
                 self.pending_size_bytes += len(chunk)
-            if self._coming:
+            if self._deferred:
                 self._fill(OUTPUT_PENDING_BYTES_MAX)
 
     def _fill(self, size_bytes_max: int) -> None:
         """Move output that comes into ``pending``, until that has ``size_bytes_max``."""
-        while self._coming and self.pending_size_bytes - self._coming_size_bytes < size_bytes_max:
-            first = self._coming[0]
+        while self._deferred and self.pending_size_bytes - self._deferred_size_bytes < size_bytes_max:
+            first = self._deferred[0]
             piece = next(first.pieces, None) if isinstance(first, Blob) else first
             if piece is None or not isinstance(first, Blob):
-                self._coming.popleft()
+                self._deferred.popleft()
             if piece:
                 self.pending.append(memoryview(piece))
-                self._coming_size_bytes -= len(piece)
+                self._deferred_size_bytes -= len(piece)
 
     # --- a checkpoint beside the handlers ---------------------------------------------------------------------------
 
@@ -186,5 +190,5 @@ class AppLoop:
                 self.take_output()
                 return
             front = encode_zigzag(1 + len(chunk)) + bytes((MessageType.SNAPSHOT_CHUNK,))
-            self._take([front, chunk])
+            self._append([front, chunk])
             self._snapshot_ends.append(self.sent_size_bytes + self.pending_size_bytes)

@@ -1,7 +1,7 @@
 """Writer of the list of executions: handlers only append to a queue, one thread does the rest.
 
 The list follows from the log, so a recovery writes the same rows again. Rows older than a checkpoint are on disk before
-that checkpoint is sent, so no row is missing after a crash (docs/decisions/0088-executions.md).
+that checkpoint is sent, so no row is missing after a crash (docs/decisions/0088-list-of-executions.md).
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ _OF_END = 3, 5, 12, 13, 15, 16
 class ExecutionWriter:
     """Writer of one instance's list to ``path``. ``keep_days``: of ended executions; 0: no limit.
 
-    ``say`` is called once if the list can't be written; then writing stops, and the app continues. The file and the
+    ``warn`` is called once if the list can't be written; then writing stops, and the app continues. The file and the
     thread are created with the first execution.
     """
 
-    def __init__(self, path: Path, keep_days: int, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, keep_days: int, warn: Callable[[str], None]) -> None:
         self.is_new = not path.exists()  # then labels of waiting handlers are not known yet
         self._path = path
         self._keep_days = keep_days
-        self._say = say
+        self._warn = warn
         self._token = int.from_bytes(os.urandom(6)) + 1  # of this process: marks rows that it has not written again
         self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
@@ -221,7 +221,7 @@ class ExecutionWriter:
                 self._prune()
         except (sqlite3.Error, OSError, ValueError, OverflowError) as error:
             if not self._is_broken:
-                self._say(f"warning: the list of executions is not written any more: {self._path}: {error}")
+                self._warn(f"warning: the list of executions is not written any more: {self._path}: {error}")
             self._is_broken = True
             for write, arguments in ops:
                 if write == self._sync:

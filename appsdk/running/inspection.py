@@ -38,7 +38,7 @@ from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.nodes.nodes import decode_saved
 from immortal.appsdk.nodes.reference_counts import Stage
-from immortal.appsdk.running.life import say
+from immortal.appsdk.running.life import print_message
 from immortal.appsdk.running.runner import load_or_report
 from immortal.appsdk.state.journal import SavedTask, SavedTasks, in_words
 from immortal.appsdk.state.schema import Envelope, decode_envelope, is_transient
@@ -304,10 +304,10 @@ def _answer(options: argparse.Namespace) -> tuple[int, Any]:
                 return EXIT_DONE, _write_rows(definition, blob, options.out)
             read.append(inspect_state(definition, blob))
         except OSError as error:
-            say(target, f"the checkpoint can't be read: {file}: {error.strerror}")
+            print_message(target, f"the checkpoint can't be read: {file}: {error.strerror}")
             return EXIT_FAILED, None
         except AppError as error:
-            say(target, f"{file}: {error}")
+            print_message(target, f"{file}: {error}")
             return EXIT_NOT_RUNNABLE if error.exit_status == EXIT_NOT_RUNNABLE else EXIT_FAILED, None
     if options.command == "show":
         return EXIT_DONE, read[0].to_json()
@@ -331,7 +331,7 @@ def _methods(target: str) -> tuple[int, Any]:
     try:
         names = all_method_names(definition_of(cls))
     except AppError as error:
-        say(target, str(error))
+        print_message(target, str(error))
         return EXIT_NOT_RUNNABLE, None
     return EXIT_DONE, [[*key, name, redaction.parameters.get(name, ())] for key, name in names.items()]
 

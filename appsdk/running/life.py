@@ -39,7 +39,7 @@ class AppLife:
     """Life of an app from the connection with a coordinator to its end.
 
     ``wake``: called by other threads when ``loop`` has something to do. ``coordinator``: its address, for messages.
-    ``send_from_other_thread`` and ``is_left``: see :class:`Watchdog`.
+    ``send_from_other_thread`` and ``is_disconnected``: see :class:`Watchdog`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AppLife:
         wake: Callable[[], None],
         *,
         send_from_other_thread: Callable[[bytes], bool] = lambda message: False,
-        is_left: Callable[[], bool] = lambda: False,
+        is_disconnected: Callable[[], bool] = lambda: False,
         coordinator: str = "",
     ) -> None:
         pass_over_in_replays()
@@ -59,14 +59,14 @@ class AppLife:
         self._wake = wake
         self._effects: LocalEffectRunner | None = None
         if any(one.has_tasks for one in definition.chain):
-            warn = partial(say, definition.name)
+            warn = partial(print_message, definition.name)
             self._effects = LocalEffectRunner(definition.concurrent_effects, warn, lambda: self.loop.now_ns())
         effects: EffectRunner | None = self._effects
         if effects is not None and options.effects:
             effects = StubEffectRunner(effects, load_run_stand_ins(options, definition.name))
         trace, stop = options.trace, options.stop
         folder = None if trace else os.environ.get(kept_code.FOLDER_VARIABLE)
-        self._kept_folder = Path(folder) if folder else None
+        self._code_folder = Path(folder) if folder else None
         self._sources = sources_of(definition.cls) if folder else {}  # read now: they can be edited later
         make_dispatcher = tracing.TracingDispatcher if trace else Dispatcher
         self.dispatcher = make_dispatcher(
@@ -86,17 +86,17 @@ class AppLife:
         if options.executions is not None and any(one.has_executions for one in definition.chain):
             from immortal.appsdk.running.executions import ExecutionWriter
 
-            self._executions = ExecutionWriter(*options.executions, partial(say, definition.name))
+            self._executions = ExecutionWriter(*options.executions, partial(print_message, definition.name))
             self.dispatcher.tasks.executions = self._executions
         self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, self._journal_grew)
         limit = QueryLimit()
         self.dispatcher.tasks.queries.bound = limit.run
         self._watchdog = Watchdog(
-            lambda: self.dispatcher.records.now_handling,
+            lambda: self.dispatcher.records.current_handling,
             send_from_other_thread,
             None if stop is not None else definition.handler_time_limit,
-            partial(say, definition.name),
-            is_left if stop is None else lambda: False,
+            partial(print_message, definition.name),
+            is_disconnected if stop is None else lambda: False,
             query_limit=limit,
         )
 
@@ -109,16 +109,16 @@ class AppLife:
         from immortal.appsdk.running.time_limits import HandlerTimings
 
         folder, limit_bytes = options.timings
-        self._timings = HandlerTimings(folder, limit_bytes, partial(say, definition.name))
+        self._timings = HandlerTimings(folder, limit_bytes, partial(print_message, definition.name))
         return self._timings.make_delivery
 
     def _listen(self, label: str) -> None:
         """Let debuggers attach: only after the replay, which would stop at their breakpoints."""
         if self._debugpy is not None and listen(self._debugpy):
-            say(label, f"debuggers attach at {HOST}:{self._debugpy}")
+            print_message(label, f"debuggers attach at {HOST}:{self._debugpy}")
 
     def _journal_grew(self, grown: JournalGrew) -> None:
-        say(
+        print_message(
             self.dispatcher.definition.name,
             f"warning: {grown.handler} waits (runs: {grown.tasks_count:,}), and has had {grown.results_count:,} results"
             f" ({grown.size_bytes:,} bytes) since it began: each checkpoint has them all, and each recovery runs it"
@@ -147,22 +147,22 @@ class AppLife:
         if self._executions is not None:
             self._executions.close()
 
-    def _keep_code(self) -> None:
-        cls, since, folder = self.dispatcher.definition.cls, self.dispatcher.primary_since, self._kept_folder
+    def _save_code(self) -> None:
+        cls, since, folder = self.dispatcher.definition.cls, self.dispatcher.primary_since, self._code_folder
         sources, self._sources = self._sources, {}
         if not sources or folder is None:
             return
         try:
             if not kept_code.keep(folder, f"{cls.__module__}:{cls.__qualname__}", sources, since if since > 1 else 0):
-                say(
+                print_message(
                     cls.__qualname__,
                     f"its code is not kept with the log: it has over {kept_code.SOURCES_SIZE_BYTES_MAX >> 20} MiB",
                 )
         except OSError as error:
-            say(cls.__qualname__, f"its code is not kept with the log: {error}")
+            print_message(cls.__qualname__, f"its code is not kept with the log: {error}")
 
     def _start_hooks(self) -> None:
-        self._keep_code()
+        self._save_code()
         definition, instance = self.dispatcher.definition, self.dispatcher.instance
         self._listen(definition.name)
         for name in definition.on_primary:
@@ -190,12 +190,12 @@ class AppLife:
             )
 
 
-def say(label: str, text: str) -> None:
+def print_message(label: str, text: str) -> None:
     """Write one message to the user, on stderr."""
-    show(f"app {label}: {text}")
+    print_text(f"app {label}: {text}")
 
 
-def show(text: str) -> None:
+def print_text(text: str) -> None:
     """Print a text on stderr as it is."""
     print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201 (the one place)
 
@@ -208,5 +208,5 @@ def load_run_stand_ins(options: RunOptions, label: str) -> dict[Callable[..., An
         what = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
         raise OptionError(f"{EFFECTS_VARIABLE}: what is to run in place of effects can't be loaded: {what}") from error
     for function, stand_in in options.effects.items():
-        say(label, f"in place of the effect {function} runs {stand_in}")
+        print_message(label, f"in place of the effect {function} runs {stand_in}")
     return found

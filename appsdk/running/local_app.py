@@ -96,10 +96,10 @@ class LocalApp:
         waiting = dispatcher.tasks.save(), dispatcher.context.multicasts.save(), dispatcher.context.nodes.save()
         return crc64(encoder.encode(waiting), crc64(state))
 
-    def tell_time(self, time_ns: int) -> None:
+    def log_time(self, time_ns: int) -> None:
         """Run timers and effects that are due. Raises what the effects raise."""
         if (due_ns := self.dispatcher.next_due_ns) is not None and due_ns <= time_ns:
-            self.dispatcher.tell_time(time_ns)
+            self.dispatcher.log_time(time_ns)
         if self._effects is not None:
             self._effects.run()
         self.take_output()

@@ -36,7 +36,7 @@ from immortal.appsdk.errors import (
 )
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.running import tracing
-from immortal.appsdk.running.life import AppLife, say, show
+from immortal.appsdk.running.life import AppLife, print_message, print_text
 from immortal.appsdk.running.options import (
     BREAK_VARIABLE,
     REWOUND_VARIABLE,
@@ -119,17 +119,17 @@ def load_or_report(target: str) -> type | None:
         if code is not None:
             code.check()
         for problem in hidden.problems():
-            say(target, f"warning: {problem}")
+            print_message(target, f"warning: {problem}")
         return cls
     except ImmortalError as error:
-        say(target, explain(error))
+        print_message(target, explain(error))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's module: with its own traceback
-        say(target, f"importing {target.rpartition(':')[0]!r} failed:")
-        show(user_traceback(error))
+        print_message(target, f"importing {target.rpartition(':')[0]!r} failed:")
+        print_text(user_traceback(error))
         for problem in hidden.problems_of(error):
-            say(target, problem)
+            print_message(target, problem)
     return None
 
 
@@ -172,7 +172,7 @@ def _run_connected(definition: Definition, connection: socket.socket, address: s
         options,
         waker.wake,
         send_from_other_thread=lambda message: transport.send_from_other_thread(message),
-        is_left=lambda: transport.is_left(),
+        is_disconnected=lambda: transport.is_disconnected(),
         coordinator=f" at {address}",
     )
     dispatcher = life.dispatcher
@@ -233,10 +233,12 @@ def _run_to_status(cls: type, address: str | None, options: RunOptions | None, s
         secret_file = secret_file or os.environ.get(SECRET_FILE_VARIABLE)
         run_connection(definition, address, options=options, secret_file=secret_file)
         if options.stop is not None and not options.stop.reached:
-            say(label, f"{options.stop} did not come: there was nothing to stop at")
+            print_message(label, f"{options.stop} did not come: there was nothing to stop at")
         return EXIT_DONE
     except ImmortalError as error:
-        say(label, str(error) if isinstance(error, DeterminismError) else explain(error, cls))  # it has the lines
+        print_message(
+            label, str(error) if isinstance(error, DeterminismError) else explain(error, cls)
+        )  # it has the lines
         return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -262,12 +264,12 @@ def check_determinism(definition: Definition, label: str, *, strict: bool) -> No
         problem = f"the search for what a replay would not repeat failed: {error!r}"
         if strict:
             raise DefinitionError(f"{problem} (--strict: without it the app starts all the same)") from error
-        say(label, f"warning: {problem}")
+        print_message(label, f"warning: {problem}")
         return
     if findings and strict:
         raise DeterminismError(findings)
     for finding in findings:
-        say(label, f"warning: {finding}")
+        print_message(label, f"warning: {finding}")
 
 
 def run(cls: type, address: str | None = None) -> NoReturn:
@@ -317,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         distribution.refuse_another()
         how = run_options(strict=options.strict, trace=options.trace, stop=options.stop)
     except ImmortalError as error:
-        say(options.target, str(error))
+        print_message(options.target, str(error))
         return EXIT_NOT_RUNNABLE
     try:
         cls = load_or_report(options.target)

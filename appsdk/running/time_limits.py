@@ -35,48 +35,48 @@ from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.timings import APP, Noting, PlainRow, SegmentWriter, TimingKind
 from immortal.protocol.verdicts import Handling, encode_handling
 
-LOOK_INTERVAL_S = 0.5
-TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator is told, and after that each TOLD_EACH_S
-TOLD_EACH_S = 30.0
-LEFT_AFTER_S = 1.0  # a handler that runs for so long after the end of the connection is not waited for
-_COME_BACK = Handling(-1, for_s=1.0)
+CHECK_INTERVAL_S = 0.5
+REPORT_AFTER_S = (1.0, 10.0)  # then the coordinator is told, and after that each REPORT_INTERVAL_S
+REPORT_INTERVAL_S = 30.0
+DISCONNECT_GRACE_S = 1.0  # a handler that runs for so long after the end of the connection is not waited for
+_RETURNED = Handling(-1, for_s=1.0)
 
 
 class Watchdog:
-    """Watchdog of handlers that take long. ``now_handling``: returns what is being handled; None: nothing.
+    """Watchdog of handlers that take long. ``current_handling``: returns what is being handled; None: nothing.
 
-    ``say``: sends a message beside the handler; False if that is not possible now. ``is_left``: returns True if the
-    coordinator has ended the connection. ``end``: ends the process. ``is_debugged``: returns True while the handler is
-    debugged; by default in this thread."""
+    ``send``: sends a message beside the handler; False if that is not possible now. ``is_disconnected``: returns True
+    if the coordinator has ended the connection. ``end``: ends the process. ``is_debugged``: returns True while the
+    handler is debugged; by default in this thread."""
 
     def __init__(
         self,
-        now_handling: Callable[[], Handling | None],
-        say: Callable[[bytes], bool],
+        current_handling: Callable[[], Handling | None],
+        send: Callable[[bytes], bool],
         limit: timedelta | None,
         warn: Callable[[str], None],
-        is_left: Callable[[], bool] = lambda: False,
+        is_disconnected: Callable[[], bool] = lambda: False,
         end: Callable[[int], object] = os._exit,
         clock_s: Callable[[], float] = time.monotonic,
         is_debugged: Callable[[], bool] | None = None,
         query_limit: QueryLimit | None = None,
     ) -> None:
-        self._now_handling = now_handling
-        self._say = say
+        self._current_handling = current_handling
+        self._send = send
         self._limit_s = None if limit is None else limit.total_seconds()
         self._warn = warn
-        self._is_left = is_left
+        self._is_disconnected = is_disconnected
         self._end = end
         self._clock_s = clock_s
         handlers = threading.get_ident()
         self._is_debugged = is_debugged or (lambda: in_debugger(sys._current_frames().get(handlers)))
         self._query_limit = query_limit
-        self._looked_s = clock_s()
+        self._checked_s = clock_s()
         self._handling: Handling | None = None
         self._since_s = 0.0
-        self._tell_at_s = 0.0
-        self._left_at_s: float | None = None  # when the connection was first found ended, during this handler
-        self._told: Handling | None = None  # what the coordinator was told takes long
+        self._report_at_s = 0.0
+        self._disconnected_at_s: float | None = None  # when the connection was first found ended, during this handler
+        self._reported: Handling | None = None  # what the coordinator was told takes long
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -88,40 +88,40 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        interval_s = LOOK_INTERVAL_S if self._limit_s is None else min(LOOK_INTERVAL_S, self._limit_s / 4)
+        interval_s = CHECK_INTERVAL_S if self._limit_s is None else min(CHECK_INTERVAL_S, self._limit_s / 4)
         while not self._ended.wait(interval_s):
-            self.look()
+            self.check()
             if self._limit_s is not None and not self._ended.is_set():
                 # A handler can keep the interpreter, so that no thread can check. This timer does not need it.
                 faulthandler.dump_traceback_later(2 * self._limit_s + 1, exit=True)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check once what runs: report it, or end the process, if it is time for that."""
-        self._look_at_query()
-        handling, now_s = self._now_handling(), self._clock_s()
-        since_look_s, self._looked_s = now_s - self._looked_s, now_s
-        if self._told is not None and handling != self._told and self._say(encode_handling(_COME_BACK)):
-            self._told = None
+        self._check_query()
+        handling, now_s = self._current_handling(), self._clock_s()
+        since_check_s, self._checked_s = now_s - self._checked_s, now_s
+        if self._reported is not None and handling != self._reported and self._send(encode_handling(_RETURNED)):
+            self._reported = None
         if handling is None or handling != self._handling:
-            self._handling, self._since_s, self._tell_at_s = handling, now_s, now_s + TOLD_AFTER_S[0]
-            self._left_at_s = None
+            self._handling, self._since_s, self._report_at_s = handling, now_s, now_s + REPORT_AFTER_S[0]
+            self._disconnected_at_s = None
             return
         if self._is_debugged():
-            self._since_s += since_look_s
-            self._tell_at_s += since_look_s
+            self._since_s += since_check_s
+            self._report_at_s += since_check_s
         for_s = now_s - self._since_s
-        if now_s >= self._tell_at_s and self._say(encode_handling(msgspec.structs.replace(handling, for_s=for_s))):
-            following_s = next((after_s for after_s in TOLD_AFTER_S if after_s > for_s), for_s + TOLD_EACH_S)
-            self._tell_at_s = self._since_s + following_s
-            self._told = handling
-        if self._left_at_s is None and self._is_left():  # the handler's thread would notice it, but is busy
-            self._left_at_s = now_s
+        if now_s >= self._report_at_s and self._send(encode_handling(msgspec.structs.replace(handling, for_s=for_s))):
+            following_s = next((after_s for after_s in REPORT_AFTER_S if after_s > for_s), for_s + REPORT_INTERVAL_S)
+            self._report_at_s = self._since_s + following_s
+            self._reported = handling
+        if self._disconnected_at_s is None and self._is_disconnected():  # the handler's thread is too busy to notice
+            self._disconnected_at_s = now_s
         why = ""
         if self._limit_s is not None and for_s >= self._limit_s:
             why = f"its limit is {self._limit_s:g} s"
-        elif self._left_at_s is not None and now_s - self._left_at_s >= LEFT_AFTER_S:
+        elif self._disconnected_at_s is not None and now_s - self._disconnected_at_s >= DISCONNECT_GRACE_S:
             why = "and the coordinator has ended the connection"
-        if why and self._now_handling() == handling:  # it can have returned just now
+        if why and self._current_handling() == handling:  # it can have returned just now
             self._warn(
                 f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "
                 f"for {for_s:.1f} s, {why}: the process ends"
@@ -129,15 +129,15 @@ class Watchdog:
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
             self._end(EXIT_FAILED)
 
-    def _look_at_query(self) -> None:
+    def _check_query(self) -> None:
         """End the process, after a report, if an unlogged query does not return: no logged message must be blamed.
 
         An embedded app can't report, and must not end its process."""
         limit = self._query_limit
-        if limit is None or not limit.look(is_debugged=self._is_debugged()):
+        if limit is None or not limit.check(is_debugged=self._is_debugged()):
             return
         text = "a query that is not logged does not come back: the app is recovered from its log, without that"
-        if not self._say(encode_message(MessageType.LEAVING, text.encode())):
+        if not self._send(encode_message(MessageType.LEAVING, text.encode())):
             return
         self._warn(text)
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
@@ -157,7 +157,7 @@ _raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 class QueryLimit:
-    """Time limit of queries. The handlers' thread calls :meth:`run`, another one :meth:`look`."""
+    """Time limit of queries. The handlers' thread calls :meth:`run`, another one :meth:`check`."""
 
     def __init__(self, limit_s: float = QUERY_LIMIT_S, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -165,12 +165,12 @@ class QueryLimit:
         self._lock = threading.Lock()  # of the attributes below
         self._since_s: float | None = None  # when the running query began
         self._thread_id = 0
-        self._told = False  # it was told to end; the exception can still be pending
+        self._is_interrupted = False  # QueryTooLong was raised in it; the exception can still be pending
 
     def run(self, query: Callable[[], Any]) -> Any:
         """Run a query and return its result. Raises QueryTooLong, and what the query raises."""
         self._thread_id = threading.get_ident()
-        self._told = False
+        self._is_interrupted = False
         self._since_s = self._clock_s()
         try:
             try:
@@ -187,7 +187,7 @@ class QueryLimit:
     def _end(self) -> None:
         with self._lock:
             self._since_s = None
-        if self._told:
+        if self._is_interrupted:
             # A pending exception is raised here. If it were withdrawn (with None), CPython 3.11 would keep a flag that
             # nothing clears: a debugger or tracer of that thread then hangs at the start of the next function.
             with contextlib.suppress(QueryTooLong):
@@ -195,7 +195,7 @@ class QueryLimit:
                 for _ in range(2):  # it comes at a jump back
                     pass
 
-    def look(self, *, is_debugged: bool = False) -> bool:
+    def check(self, *, is_debugged: bool = False) -> bool:
         """End a query that takes too long; called at intervals. Return True if it does not return: end the process."""
         with self._lock:
             if self._since_s is None:
@@ -204,8 +204,8 @@ class QueryLimit:
                 self._since_s = self._clock_s()
                 return False
             for_s = self._clock_s() - self._since_s
-            if for_s >= self._limit_s and not self._told:
-                self._told = True
+            if for_s >= self._limit_s and not self._is_interrupted:
+                self._is_interrupted = True
                 _raise_in(ctypes.c_ulong(self._thread_id), ctypes.py_object(QueryTooLong))
             return for_s >= self._limit_s + GRACE_S
 
@@ -257,26 +257,26 @@ _Handled = tuple[int, PlainRow]  # by committer ID
 
 
 class HandlerTimings:
-    """Writer of timings in ``folder``, on the monotonic clock. ``say`` is called if they can't be written."""
+    """Writer of timings in ``folder``, on the monotonic clock. ``warn`` is called if they can't be written."""
 
     def __init__(
         self,
         folder: Path,
         limit_bytes: int,
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.clock_ns = clock_ns
-        self._writer = SegmentWriter(folder, APP, limit_bytes, say)
+        self._writer = SegmentWriter(folder, APP, limit_bytes, warn)
         self._noting: Noting[_Handled] = Noting(self._write)
         self._put = self._noting.put
         self._noted = -1, -1  # messages that are undone and executed again were noted before
 
-    def note(self, committer_id: int, place: tuple[int, int], began_ns: int) -> None:
+    def note(self, committer_id: int, place: tuple[int, int], started_ns: int) -> None:
         """Note that the handler of the message at ``place``, its record and index, has ended now."""
         if place > self._noted:
             self._noted = place
-            self._put((committer_id, (*place, _KIND, began_ns, self.clock_ns(), 0)))
+            self._put((committer_id, (*place, _KIND, started_ns, self.clock_ns(), 0)))
 
     def make_delivery(self, definition: Definition, context: Context) -> Delivery:
         return _TimedDelivery(definition, context, self)
@@ -287,8 +287,8 @@ class HandlerTimings:
         self._writer.close()
 
     def _write(self, handled: list[_Handled]) -> None:
-        for committer_id, some in groupby(handled, key=itemgetter(0)):
-            self._writer.write(committer_id, (row for _, row in some))
+        for committer_id, rows in groupby(handled, key=itemgetter(0)):
+            self._writer.write(committer_id, (row for _, row in rows))
 
 
 class _TimedDelivery(Delivery):
@@ -308,10 +308,10 @@ class _TimedDelivery(Delivery):
                 function(instance, *arguments)
                 return
             place = context.sequence_id, context.message_index
-            began_ns = clock_ns()
+            started_ns = clock_ns()
             try:
                 function(instance, *arguments)
             finally:
-                note(context.committer_id, place, began_ns)
+                note(context.committer_id, place, started_ns)
 
         return decode, run, name

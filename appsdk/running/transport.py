@@ -199,7 +199,7 @@ class Transport:
                 if self._input_ended:
                     raise self._gone()
             else:
-                loop.look()
+                loop.poll()
             self._wait()
 
     def send_last_words(self, timeout_s: float = LAST_WORDS_TIMEOUT_S) -> None:
@@ -229,7 +229,7 @@ class Transport:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def is_left(self) -> bool:
+    def is_disconnected(self) -> bool:
         """Return True if the coordinator has ended the connection. For any thread."""
         poller = select.poll()
         poller.register(self._connection, select.POLLRDHUP)
@@ -267,7 +267,7 @@ class Transport:
             except OSError:
                 self._loop.end_output()  # the coordinator's last messages can still be read
                 return
-            self._loop.took(sent)
+            self._loop.remove_sent(sent)
 
     # --- waiting and receiving --------------------------------------------------------------------------------------
 

@@ -447,17 +447,17 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         except (decoding.DecodeError, TypeError, ValueError) as error:
             raise StateError(f"{kind.where} can't be read from the checkpoint: {error}") from None
 
-    def keep_undo(self, *, keeps: bool) -> None:
-        """Keep old values of rows from now on, so that :meth:`go_back` restores the present ones; with False, stop."""
+    def track_undo(self, *, enabled: bool) -> None:
+        """Keep old values of rows from now on, so that :meth:`undo_changes` restores the present ones; False: stop."""
         self._mark = self._count, self._size_bytes
-        self._store.keep_undo(keeps=keeps)
+        self._store.track_undo(enabled=enabled)
 
-    def go_back(self) -> None:
+    def undo_changes(self) -> None:
         """Restore the rows of the last copy of the state."""
-        self._store.go_back()
+        self._store.undo_changes()
         self._count, self._size_bytes = self._mark
         self._watch = _Watch(self._kind)
-        self.keep_undo(keeps=True)
+        self.track_undo(enabled=True)
 
     @property
     def undo_size_bytes(self) -> int:

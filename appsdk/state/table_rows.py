@@ -96,14 +96,14 @@ class Store:
             if int(numbers.read().split()[2]) * mmap.PAGESIZE > _MAPPED_SIZE_BYTES_MAX:
                 self._unmap_pages()
 
-    def keep_undo(self, *, keeps: bool) -> None:
-        """Keep old values of rows from now on, so that :meth:`go_back` restores the present ones; with False, stop."""
+    def track_undo(self, *, enabled: bool) -> None:
+        """Keep old values of rows from now on, so that :meth:`undo_changes` restores the present ones; False: stop."""
         self.undo_size_bytes = 0
         for rows in self.all:
-            rows.undo = {} if keeps else None
+            rows.undo = {} if enabled else None
 
-    def go_back(self) -> None:
-        """Restore the rows as they were at :meth:`keep_undo`."""
+    def undo_changes(self) -> None:
+        """Restore the rows as they were at :meth:`track_undo`."""
         for rows in self.all:
             undo, rows.undo = rows.undo or {}, None
             for key, value in undo.items():

@@ -213,7 +213,7 @@ class OutsideApp:
     def take_output(self) -> None:
         """Do nothing: ``output`` has no queue."""
 
-    def tell_time(self, time_ns: int) -> None:
+    def log_time(self, time_ns: int) -> None:
         """Do nothing: this app has no timer."""
 
     def close(self) -> None:

@@ -277,7 +277,7 @@ class Inputs:
         elif slot.source == ONESELF:
             return
         elif (other := self._fleet.get(slot.source)) is not None:
-            made_at = other.place_that_made(name, slot.position)
+            made_at = other.origin_of(name, slot.position)
             at_ns = slot.batch.send_time_ns if made_at is None else other.log.time_of(made_at[0])
             self.delays[slot.source, name].add(at_ns, record.time_ns)
             mark = other.log.checkpoint.outputs.get(name)

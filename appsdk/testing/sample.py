@@ -2,7 +2,7 @@
 
 Messages cut out of a log would leave one that no replay repeats. Here the services' own code makes new logs:
 coordinators in memory get the chosen inputs at their recorded times; timers, messages and the results of effects come
-as late as then. See docs/decisions/0094-a-sample-is-run.md.
+as late as then. See docs/decisions/0094-samples-are-executed.md.
 """
 
 from __future__ import annotations
@@ -266,10 +266,10 @@ class _SampledApp(LocalApp):
     def next_due_ns(self) -> int | None:
         return earlier(self._told_ns, self._recorded_effects.next_due_ns)
 
-    def tell_time(self, time_ns: int) -> None:
+    def log_time(self, time_ns: int) -> None:
         told_ns = self._told_ns
         if told_ns is not None and told_ns <= time_ns:
-            self.dispatcher.tell_time(time_ns)
+            self.dispatcher.log_time(time_ns)
         self._recorded_effects.run()
         self.take_output()
 
@@ -299,7 +299,7 @@ class _StandIn(OutsideApp):
             heapq.heappush(self._due, (now_ns + result.delay_ns, next(self._numbers), caller, answer))
             self.next_due_ns = self._due[0][0]
 
-    def tell_time(self, time_ns: int) -> None:
+    def log_time(self, time_ns: int) -> None:
         while self._due and self._due[0][0] <= time_ns:
             self.put(*heapq.heappop(self._due)[2:])
         self.next_due_ns = self._due[0][0] if self._due else None

@@ -239,7 +239,7 @@ class Node:
         if app is None:
             return False
         if (due_ns := app.next_due_ns) is not None and due_ns <= now_ns:
-            app.tell_time(now_ns)
+            app.log_time(now_ns)
         app.take_output()
         if not app.output or self.paused:
             return False
@@ -318,7 +318,7 @@ class _Clock(_Port):
     def now_ns(self) -> int:
         return self._node.world.now_ns
 
-    def take_events(self) -> Sequence[ev.Event]:
+    def pop_events(self) -> Sequence[ev.Event]:
         return ()
 
     def wake_at(self, effect: ef.WakeAt) -> None:

@@ -46,7 +46,7 @@ class Endings:
         self._answers = answers
         self._handler_runs = handler_runs
 
-    def tell(self, task: Task) -> None:
+    def finish(self, task: Task) -> None:
         """Answer the caller of a handler that has ended."""
         value, error = task.result()
         task.clear_up()
@@ -93,7 +93,7 @@ class Endings:
         failed = replace(failure, policy="keep", task=task.number)
         verdict = verdict_on(error, failed, task.caller, forked(task.handler.method_id, task.arguments))
         verdict = self._handler_runs.verdicts.get(verdict.key, verdict)
-        if not self._handler_runs.tell(verdict, error):
+        if not self._handler_runs.report_failure(verdict, error):
             raise error
         self.note(task.number, "failed", failure_in_words(verdict), task)
         if task.caller is not None:

@@ -70,7 +70,7 @@ class Host:
         self.answers = Answers(context)
         self.events = Events(self.later, self._signalled)
         self._queue: deque[Callable[[], None]] = deque()
-        self.one_by_one = False  # woken handlers run by let_one_go_on, after an announcement
+        self.one_by_one = False  # woken handlers run by run_next_woken, after an announcement
         self._next_number = 1
         self._forks: dict[tuple[str, int], Callable[..., None]] = {}
         self.members: dict[str, Target | Peer | Peers] = {}  # members of the class that handlers have used, by name
@@ -307,7 +307,7 @@ class HandlerRuns:
         self.instance: Any = None
         self.queries = queries
         self.verdicts: Mapping[MessageKey, Verdict] = {}
-        self.tell: Callable[[Verdict, HandlerError], bool] = lambda verdict, error: False
+        self.report_failure: Callable[[Verdict, HandlerError], bool] = lambda verdict, error: False
         self._tables: list[Table[Any, Any]] = []
         self.check: Callable[[], StateError | None] | None = None  # the state, after each handler that can change it
 
@@ -438,7 +438,7 @@ class HandlerRuns:
                     raise
                 error.failure = failure = replace(error.failure, task=task, step=step)
                 verdict = verdict_on(error, failure, None, b"")
-                if failure.policy != "keep" or not self.tell(verdict, error):
+                if failure.policy != "keep" or not self.report_failure(verdict, error):
                     raise
         where = reference(context.instance_name, verdict.sequence_id, verdict.message_index)
         return True, encode_failed(verdict.type_name, verdict.text, where)

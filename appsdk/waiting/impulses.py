@@ -200,7 +200,7 @@ class TimeImpulses:
 
     @property
     def next_due_ns(self) -> int | None:
-        """Time at which to call :meth:`tell`, ns since the Unix epoch; None: not yet, or never."""
+        """Time at which to call :meth:`log_time`, ns since the Unix epoch; None: not yet, or never."""
         if not self._is_primary or self._told_ns is not None:
             return None
         return earlier(self._clock.next_due_ns(), self._context.multicasts.due_ns)
@@ -210,7 +210,7 @@ class TimeImpulses:
         self._is_primary = True
         self._tell_jumps()
 
-    def tell(self, time_ns: int) -> None:
+    def log_time(self, time_ns: int) -> None:
         """Log the time ``time_ns`` as an impulse to this instance."""
         self._told_ns = time_ns
         decided = self._clock.decide(time_ns)

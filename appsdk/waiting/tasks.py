@@ -71,12 +71,12 @@ class Tasks(Host):
         # Tasks whose caller waits, oldest first. Callers choose the numbers, so two can have the same one.
         self._by_call: dict[tuple[str, int], list[Task]] = {}
         self.limits = Limits()
-        self.next_said: Task | SavedTask | None = None  # the handler that runs next, see let_one_go_on
-        self._may_go_on = False
+        self.next_announced: Task | SavedTask | None = None  # the handler that runs next, see run_next_woken
+        self._is_announced = False
         self.time_impulses = TimeImpulses(context, self.clock)
         self.incoming = Incoming(self)
         context.multicasts.run_effect = self.effects.unheld
-        context.multicasts.called = self.incoming.whom
+        context.multicasts.receiver_of_call = self.incoming.whom
         context.nodes.make_call = make_node_call
         self.orders = Orders(context)
         self._endings = Endings(context, self.answers, self.handler_runs)
@@ -135,7 +135,7 @@ class Tasks(Host):
         """Run all saved waiting handlers again. Raises JournalError."""
         self.clear_away()
         self._queue.clear()
-        self.next_said = None
+        self.next_announced = None
         self.ready.clear()
         self.calls.clear()
         self.effects.waiting.clear()
@@ -298,7 +298,7 @@ class Tasks(Host):
 
     def _end(self, task: Task) -> None:
         self._remove(task)
-        self._endings.tell(task)
+        self._endings.finish(task)
 
     def _remove(self, task: Task) -> None:
         del self._tasks[task.number]
@@ -336,11 +336,11 @@ class Tasks(Host):
 
     # --- handlers that end the app's process ------------------------------------------------------------------------
 
-    def let_one_go_on(self) -> bool:
+    def run_next_woken(self) -> bool:
         """Let the handler woken first run (``one_by_one``); return False if no handler is left. Raises HandlerError.
 
-        If it sets ``next_said``, nothing was done yet: that handler runs at the next call."""
-        self._may_go_on, self.next_said = self.next_said is not None, None
+        If it sets ``next_announced``, nothing was done yet: that handler runs at the next call."""
+        self._is_announced, self.next_announced = self.next_announced is not None, None
         if not self._queue:
             return False
         self._queue.popleft()()
@@ -348,11 +348,11 @@ class Tasks(Host):
 
     def _must_announce(self, call: Task | SavedTask, action: Callable[[], None]) -> bool:
         """Return True if ``action``, which runs a handler (``one_by_one``), must wait until that was announced."""
-        if self._may_go_on:
-            self._may_go_on = False
+        if self._is_announced:
+            self._is_announced = False
             return False
         self._queue.appendleft(action)
-        self.next_said = call
+        self.next_announced = call
         return True
 
     def _is_buried(self, task: Task) -> bool:

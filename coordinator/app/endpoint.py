@@ -36,7 +36,7 @@ class AppInterface(AppPort, Protocol):
 
     @property
     def sent_bytes(self) -> int:
-        """Number of bytes that the next :meth:`take_sent` will report."""
+        """Number of bytes that the next :meth:`pop_sent_events` will report."""
 
     def listen(self) -> None:
         """Begin to accept the app's connection. The caller holds the lock of the log. Raises ImmortalError."""
@@ -91,7 +91,7 @@ class AppEndpoint:
         self._app: AppConnection | None = None
         self._interest: dict[int, int] = {}
         self._interest_for = (False, False, False)  # state that _interest was made for: paused, has waiting, closing
-        self.sent_bytes = 0  # handed to the socket, and not yet reported by take_sent()
+        self.sent_bytes = 0  # handed to the socket, and not yet reported by pop_sent_events()
         self._paused = False
         self.last_traffic_ns = time.monotonic_ns()
         self.is_handling = False  # handlers run in another process
@@ -115,7 +115,7 @@ class AppEndpoint:
         app_secret.remove(settings.folder)
         if settings.app_auth is not AppAuth.NONE:
             # Before anybody can connect: an app that has connected must find this secret.
-            self._secret = secret = app_secret.make(settings.folder)
+            self._secret = secret = app_secret.create(settings.folder)
             takes_secret = settings.app_auth is AppAuth.SECRET
             self._authenticator = AppAuthenticator(
                 settings.name, secret, self._log, self._accept_epoll, takes_secret=takes_secret
@@ -209,7 +209,7 @@ class AppEndpoint:
             self._update_interest(app)
         return events
 
-    def take_sent(self) -> list[ev.Event]:
+    def pop_sent_events(self) -> list[ev.Event]:
         """Return the event that tells the core how many bytes :meth:`flush` has sent. If the core does not wait for
         the event, the caller can deliver it with the next one."""
         sent_bytes, self.sent_bytes = self.sent_bytes, 0

@@ -26,7 +26,7 @@ def path(folder: Path) -> Path:
     return folder / FILE_NAME
 
 
-def make(folder: Path) -> bytes:
+def create(folder: Path) -> bytes:
     """Create a new secret of 64 hexadecimal digits and write it over the last one. Raises AppSecretError."""
     secret = secrets.token_hex(_RANDOM_SIZE_BYTES).encode()
     write(folder, secret)

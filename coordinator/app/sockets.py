@@ -320,7 +320,7 @@ class AppListener:
     def _complete(self) -> AppConnection | None:
         if self._settings.app_send_port is not None and len(self._accepted) == len(SocketRole):
             # Sockets of dead apps from the backlog must not be paired with those of a living one.
-            self._drop_accepted({role for role, one in self._accepted.items() if _is_gone(one)})
+            self._drop_accepted({role for role, one in self._accepted.items() if _is_disconnected(one)})
         receiver, sender = self._accepted.get(SocketRole.RECEIVE), self._accepted.get(SocketRole.SEND)
         if receiver is None or (sender is None and self._settings.app_send_port is not None):
             return None
@@ -350,7 +350,7 @@ def prepare(accepted: socket.socket) -> None:
         accepted.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_SIZE_BYTES)
 
 
-def _is_gone(one: socket.socket) -> bool:
+def _is_disconnected(one: socket.socket) -> bool:
     poller = select.poll()
     poller.register(one, select.POLLRDHUP)
     return bool(poller.poll(0))

@@ -86,19 +86,19 @@ class Archive:
         check_follows([moment for moment, _ in found], [its_digest for _, its_digest in found])
         return [(moment, stored_s) for (moment, _), (_, stored_s) in zip(found, listed, strict=True)]
 
-    def follow(self, known: dict[int, tuple[Moment, str]]) -> list[Moment]:
-        """Return all moments; do not read those in ``known`` again (by number, with their manifests' digests).
+    def follow(self, cached: dict[int, tuple[Moment, str]]) -> list[Moment]:
+        """Return all moments; do not read those in ``cached`` again (by number, with their manifests' digests).
 
-        The newest is always read: it shows if another archive has taken the place. ``known`` is updated.
+        The newest is always read: it shows if another archive has taken the place. ``cached`` is updated.
         """
         numbers = self.numbers()
-        names = [moment_name(number) for number in numbers if number not in known or number == numbers[-1]]
+        names = [moment_name(number) for number in numbers if number not in cached or number == numbers[-1]]
         found = [self._decoded(name, data) for name, data in zip(names, self.objects.get_all(names), strict=True)]
-        known.update({moment.number: (moment, its_digest) for moment, its_digest in found})
-        for gone in known.keys() - set(numbers):
-            del known[gone]
-        moments = [known[number][0] for number in numbers]
-        check_follows(moments, [known[number][1] for number in numbers])
+        cached.update({moment.number: (moment, its_digest) for moment, its_digest in found})
+        for gone in cached.keys() - set(numbers):
+            del cached[gone]
+        moments = [cached[number][0] for number in numbers]
+        check_follows(moments, [cached[number][1] for number in numbers])
         return moments
 
     def put_moment(self, moment: Moment) -> str | None:
@@ -115,18 +115,18 @@ class Archive:
         return [(int(name), modified_s) for name, modified_s in listed if name.isdecimal()]
 
     def _decoded(self, name: str, data: bytes) -> tuple[Moment, str]:
-        where = f"{self.objects.where}/{name}"
-        moment = decode_moment(data, where)
+        location = f"{self.objects.location}/{name}"
+        moment = decode_moment(data, location)
         if moment_name(moment.number) != name:
-            raise DamagedObjectError(f"the object {where} is the manifest of moment {moment.number}")
+            raise DamagedObjectError(f"the object {location} is the manifest of moment {moment.number}")
         return moment, digest(data)
 
-    def put(self, folder: str, what: str, epoch: int, rows: list[PackedRow]) -> Part:
-        """Store rows as one object; return its description. ``what``: text for its name. Raises StoreError."""
+    def put(self, folder: str, label: str, epoch: int, rows: list[PackedRow]) -> Part:
+        """Store rows as one object; return its description. ``label``: text for its name. Raises StoreError."""
         data = pack(rows)
         if self.cipher is not None:
             data = self.cipher.encrypt(data)
-        name = object_name(folder, what, epoch)
+        name = object_name(folder, label, epoch)
         self.objects.put_new(name, data)
         return Part(name, len(data), digest(data))
 
@@ -136,18 +136,18 @@ class Archive:
         for part, data in zip(wanted, self.objects.get_all(part.name for part in wanted), strict=True):
             if (len(data), digest(data)) != (part.size_bytes, part.digest):
                 raise DamagedObjectError(
-                    f"the object {self.objects.where}/{part.name} is damaged: it has {len(data)} bytes with digest"
+                    f"the object {self.objects.location}/{part.name} is damaged: it has {len(data)} bytes with digest"
                     f" {digest(data)}, its manifest says {part.size_bytes} with {part.digest}"
                 )
             yield data
 
     def rows_of(self, part: Part, data: bytes, *, encrypted: bool) -> list[PackedRow]:
         """Decode the rows in the stored bytes of ``part``. Raises DamagedObjectError; ArchiveError without the key."""
-        name = f"{self.objects.where}/{part.name}"
+        name = f"{self.objects.location}/{part.name}"
         if not encrypted:
             return unpack(data, name)
         if self.cipher is None:
-            raise ArchiveError(f"the archive {self.objects.where} is encrypted: give its secret key with --key-file")
+            raise ArchiveError(f"the archive {self.objects.location} is encrypted: give its secret key with --key-file")
         return unpack(self.cipher.decrypt(data, name), name)
 
 
@@ -166,7 +166,7 @@ class Cipher:
         self._identities = identities
 
     @classmethod
-    def of_file(cls, path: Path) -> Cipher:
+    def from_file(cls, path: Path) -> Cipher:
         """Read a key file. Raises ArchiveError for any other file, and for secret keys that others can read."""
         try:
             lines = [line.strip() for line in path.read_text("ascii").splitlines()]
@@ -224,11 +224,11 @@ def restore(
     needs = needed_objects(moments, index)
     if moment.instance != name:
         raise ArchiveError(
-            f"the archive in {archive.objects.where} is of the instance {moment.instance!r}, not of {name!r}: nothing"
-            f" was written; 'immortal archive --show' says what each archive has"
+            f"the archive in {archive.objects.location} is of the instance {moment.instance!r}, not of {name!r}:"
+            f" nothing was written; 'immortal archive --show' says what each archive has"
         )
     encrypted = encrypted_parts(moments[: index + 1])
-    with tempfile.TemporaryDirectory(prefix="immortal-restore-", dir=_beside(place)) as folder:
+    with tempfile.TemporaryDirectory(prefix="immortal-restore-", dir=_fetch_folder(place)) as folder:
         spool = Path(folder)
         parts = needs.parts
         for number, data in enumerate(archive.stored(parts)):
@@ -239,14 +239,14 @@ def restore(
             return archive.rows_of(part, files[part.name].read_bytes(), encrypted=encrypted[part.name])
 
         view = ArchivedView(needs, rows_of, moment)
-        identity = read_identity(view, archive.objects.where, moment.instance)
+        identity = read_identity(view, archive.objects.location, moment.instance)
         require_encrypted(place, identity)
         marker = read_marker(view)
         mac = None
         if marker is not None:
             mac = Macs(find_key(keys, marker, moment.instance), identity, marker).mark
         if place.exists():
-            raise ArchiveError(f"there is a log in {place.where} already: nothing was written")
+            raise ArchiveError(f"there is a log in {place.label} already: nothing was written")
         place.copy(view, identity, mac)
     try:
         _check(place, moment, identity, keys)
@@ -259,7 +259,7 @@ def restore(
     )
 
 
-def _beside(place: Place) -> Path | None:
+def _fetch_folder(place: Place) -> Path | None:
     """Return the folder for the fetched objects, beside the new log; None for a log that is not in a folder."""
     if place.scheme != "lmdb":
         return None
@@ -371,8 +371,8 @@ class _CheckpointRows:
             return False
         if table == "checkpoints" and part.name not in self._with_headers:
             return False
-        known = self._last_keys.get(at)
-        return known is None or (table in known and known[table] >= first)
+        cached = self._last_keys.get(at)
+        return cached is None or (table in cached and cached[table] >= first)
 
 
 def _by_table(rows: Sequence[PackedRow]) -> dict[str, _Rows]:

@@ -64,8 +64,8 @@ def unarchived(reader: LogReader, archived_sequence_id: int, now_ns: int) -> Una
 class Archiver:
     """Archiver of one log into one archive. Another log or archive needs a new Archiver.
 
-    ``anew``: if the archive does not continue with this log, begin a new history after the stored moments. ``say``:
-    receives messages for the operator.
+    ``new_history``: if the archive does not continue with this log, begin a new history after the stored moments.
+    ``report``: receives messages for the operator.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class Archiver:
         archive: Archive,
         reader: LogReader,
         *,
-        anew: bool = False,
+        new_history: bool = False,
         segment_size_bytes: int = SEGMENT_SIZE_BYTES,
-        say: Callable[[str], None] = lambda text: None,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Find where to continue. Raises ArchiveError if the archive is of another log or another history of it;
         StoreError, LogError."""
         self._archive = archive
         self._reader = reader
         self._segment_size_bytes = segment_size_bytes
-        self._say = say
+        self._report = report
         with reader.view() as view:
             self._end = log_end(view)
-            self._place = _place(archive, reader, view, self._end, anew, say)
+            self._place = _place(archive, reader, view, self._end, new_history, report)
         self._segments: list[Segment] = []  # stored, and not yet in a manifest
         self._checkpoints = {} if self._place.before is None or self._place.begins else {
             one.checkpoint_id: one for one in self._place.before.checkpoints
@@ -115,18 +115,18 @@ class Archiver:
             self._put_records(records)
             sent = True
 
-    def moment(self) -> Moment | None:
+    def store_moment(self) -> Moment | None:
         """Store a moment of the log as it is now; return None if nothing has changed.
 
         Raises ConflictError if another archiver was first, StoreError, LogError. Objects stored before stay valid.
         """
-        left_out: set[int] = set()
+        damaged_ids: set[int] = set()
         for tries in range(_TRIES_MAX + 1):
             self.ship_full_segments()
-            self._ship_checkpoints(left_out)
+            self._ship_checkpoints(damaged_ids)
             with self._reader.view() as view:
                 taken_ns = time.time_ns()
-                headers = {key: one for key, one in checkpoint_headers(view).items() if key not in left_out}
+                headers = {key: one for key, one in checkpoint_headers(view).items() if key not in damaged_ids}
                 if any(not self._has(key, value) for key, (value, _) in headers.items()):
                     continue
                 limit = self._segment_size_bytes if tries < _TRIES_MAX else None
@@ -198,8 +198,8 @@ class Archiver:
         return moment
 
     def _put_records(self, records: Records) -> None:
-        what = f"{records.first_sequence_id:019}-{records.last_sequence_id:019}"
-        part = self._archive.put("segments/", what, self._end.epoch, records.rows)
+        label = f"{records.first_sequence_id:019}-{records.last_sequence_id:019}"
+        part = self._archive.put("segments/", label, self._end.epoch, records.rows)
         self._segments.append(Segment(records.first_sequence_id, records.last_sequence_id, part))
         self._place.next_sequence_id = records.last_sequence_id + 1
 
@@ -207,12 +207,12 @@ class Archiver:
         known = self._checkpoints.get(checkpoint_id)
         return known is not None and known.header_digest == digest(value)
 
-    def _ship_checkpoints(self, left_out: set[int]) -> None:
-        """Store new checkpoints. Add the IDs of damaged ones to ``left_out``."""
+    def _ship_checkpoints(self, damaged_ids: set[int]) -> None:
+        """Store new checkpoints. Add the IDs of damaged ones to ``damaged_ids``."""
         with self._reader.view() as view:
             headers = checkpoint_headers(view)
         for checkpoint_id, (value, stored) in headers.items():
-            if checkpoint_id in left_out or self._has(checkpoint_id, value):
+            if checkpoint_id in damaged_ids or self._has(checkpoint_id, value):
                 continue
             try:
                 parts = self._put_checkpoint(checkpoint_rows(self._reader, value, stored), stored)
@@ -220,8 +220,8 @@ class Archiver:
                 with self._reader.view() as view:
                     is_there = checkpoint_id in checkpoint_headers(view)
                 if is_there:  # else it was trimmed meanwhile
-                    left_out.add(checkpoint_id)
-                    self._say(f"checkpoint {checkpoint_id} is left out: {error}")
+                    damaged_ids.add(checkpoint_id)
+                    self._report(f"checkpoint {checkpoint_id} is left out: {error}")
                 continue
             header = stored.header
             self._checkpoints[checkpoint_id] = ArchivedCheckpoint(
@@ -237,38 +237,40 @@ class Archiver:
 
 
 def _place(
-    archive: Archive, reader: LogReader, view: View, end: LogEnd, anew: bool, say: Callable[[str], None]
+    archive: Archive, reader: LogReader, view: View, end: LogEnd, new_history: bool, report: Callable[[str], None]
 ) -> _NextMoment:
     found = archive.last()
     if found is None:
         return _NextMoment(None, "", True, end.first_sequence_id)
     before, its_digest = found
-    where, identity = archive.objects.where, reader.identity
+    location, identity = archive.objects.location, reader.identity
     if (before.instance, before.committer_id, before.created_ns) != (
         identity.instance_name, identity.committer_id, identity.created_ns,
     ):  # fmt: skip
         raise ArchiveError(
-            f"{where} is the archive of another log: of {before.instance!r}, committer {before.committer_id}; this one"
-            f" is of {identity.instance_name!r}, committer {identity.committer_id}: give another URL"
+            f"{location} is the archive of another log: of {before.instance!r}, committer {before.committer_id}; this"
+            f" one is of {identity.instance_name!r}, committer {identity.committer_id}: give another URL"
         )
     if before.encrypted and archive.cipher is None:
-        raise ArchiveError(f"the archive {where} is encrypted: give the key file (--key-file), public keys are enough")
+        raise ArchiveError(
+            f"the archive {location} is encrypted: give the key file (--key-file), public keys are enough"
+        )
     begins = _NextMoment(before, its_digest, True, end.first_sequence_id)
     problem = _problem(before, view, end)
     if problem is not None:
-        if not anew:
+        if not new_history:
             raise ArchiveError(
-                f"the archive {where} does not go on with this log: {problem}. If another copy of the log runs, stop"
+                f"the archive {location} does not go on with this log: {problem}. If another copy of the log runs, stop"
                 " the one that is stale; if this log is the right one, --anew archives it from its beginning, behind"
                 " what is there"
             )
-        say(f"begins anew: {problem}")
+        report(f"begins anew: {problem}")
         return begins
     if before.nonce != end.nonce:
-        say("begins anew: the log has another key than before")
+        report("begins anew: the log has another key than before")
         return begins
     if before.last_sequence_id + 1 < end.first_sequence_id:
-        say(
+        report(
             f"begins anew: the log has trimmed records {before.last_sequence_id + 1} to {end.first_sequence_id - 1}"
             " before they were archived: no moment among them can be brought back"
         )

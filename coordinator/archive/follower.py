@@ -39,14 +39,14 @@ class Options(Struct, frozen=True):
     every_s: float = 10.0
     segment_size_bytes: int = SEGMENT_SIZE_BYTES
     retention: Retention = field(default_factory=Retention)
-    anew: bool = False
+    new_history: bool = False
 
 
 class Follower:
     """Follower of one log: archives it as it grows.
 
     ``open_reader`` opens the present log; ``version`` changes when another log takes its place. ``wait(seconds)``
-    returns True when the follower must end. ``say`` receives messages for the operator.
+    returns True when the follower must end. ``report`` receives messages for the operator.
     """
 
     def __init__(
@@ -56,25 +56,25 @@ class Follower:
         version: Callable[[], object],
         options: Options,
         wait: Callable[[float], bool],
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._archive = archive
         self._open_reader = open_reader
         self._version = version
         self._options = options
         self._wait = wait
-        self._say = say
-        self._anew = options.anew
+        self._report = report
+        self._new_history = options.new_history
         self._last_problem = ""
         self._reported_at_s = self._pruned_at_s = float("-inf")
         self._delay_s = POLL_S
 
-    def once(self) -> Moment | None:
+    def archive_once(self) -> Moment | None:
         """Archive one moment; return None if nothing was new. Raises ArchiveError, StoreError, LogError."""
         for is_last_try in (False, True):
             try:
                 with self._open_reader() as reader:
-                    made = self._archiver(reader).moment()
+                    made = self._create_archiver(reader).store_moment()
                 break
             except ConflictError:
                 if is_last_try:
@@ -91,20 +91,24 @@ class Follower:
             version = self._version()
             try:
                 with self._open_reader() as reader:
-                    if self._follow(self._archiver(reader), version):
+                    if self._follow(self._create_archiver(reader), version):
                         return
                 self._delay_s = POLL_S
             except ConflictError as error:
-                self._say(f"{error}: what is to be archived is looked at again")
+                self._report(f"{error}: what is to be archived is looked at again")
                 if self._wait(POLL_S):
                     return
             except (StoreError, LogError) as error:
-                if self._ends_while_waiting(error):
+                if self._wait_to_retry(error):
                     return
 
-    def _archiver(self, reader: LogReader) -> Archiver:
+    def _create_archiver(self, reader: LogReader) -> Archiver:
         return Archiver(
-            self._archive, reader, anew=self._anew, segment_size_bytes=self._options.segment_size_bytes, say=self._say
+            self._archive,
+            reader,
+            new_history=self._new_history,
+            segment_size_bytes=self._options.segment_size_bytes,
+            report=self._report,
         )
 
     def _follow(self, archiver: Archiver, version: object) -> bool:
@@ -118,13 +122,13 @@ class Follower:
             now_s = time.monotonic()
             try:
                 if archiver.ship_full_segments() or now_s >= due_s or is_over:
-                    moment = archiver.moment()
-                    self._anew = False
+                    moment = archiver.store_moment()
+                    self._new_history = False
                     due_s = now_s + self._options.every_s
                     self._report_success(archiver, moment)
                     self._prune_if_sound()
             except StoreError as error:  # stored objects stay valid, so the same archiver continues
-                if is_over or self._ends_while_waiting(error, archiver.unarchived().seconds):
+                if is_over or self._wait_to_retry(error, archiver.unarchived().seconds):
                     return True
                 continue
             if is_over:
@@ -140,14 +144,16 @@ class Follower:
             is_recovered or (moment and time.monotonic() - self._reported_at_s >= REPORT_INTERVAL_S)
         ):
             self._reported_at_s = time.monotonic()
-            self._say(f"archived up to record {last.last_sequence_id}; {archiver.unarchived().seconds:.0f} s at risk")
+            self._report(
+                f"archived up to record {last.last_sequence_id}; {archiver.unarchived().seconds:.0f} s at risk"
+            )
 
-    def _ends_while_waiting(self, error: StoreError | LogError, risk_s: float | None = None) -> bool:
+    def _wait_to_retry(self, error: StoreError | LogError, risk_s: float | None = None) -> bool:
         """Report the error and wait; return True if the follower must end."""
         text = str(error)
         if text != self._last_problem:
             risk = "" if risk_s is None else f"; {risk_s:.0f} s at risk"
-            self._say(f"{text}{risk}; it is tried again")
+            self._report(f"{text}{risk}; it is tried again")
             self._last_problem = text
         delay_s = self._delay_s
         self._delay_s = min(2 * delay_s, RETRY_S_MAX)
@@ -158,14 +164,14 @@ class Follower:
         try:
             self._prune()
         except ObjectError as error:
-            self._say(f"{error}: nothing old is removed; what is new is archived")
+            self._report(f"{error}: nothing old is removed; what is new is archived")
 
     def _prune(self) -> None:
         if self._options.retention and time.monotonic() - self._pruned_at_s >= PRUNE_INTERVAL_S:
             self._pruned_at_s = time.monotonic()
             moments, objects = prune(self._archive, self._options.retention)
             if moments or objects:
-                self._say(f"{moments} moments that are not to be kept were removed, {objects} objects with them")
+                self._report(f"{moments} moments that are not to be kept were removed, {objects} objects with them")
 
 
 # Pruning: removes objects that an archive no longer keeps.

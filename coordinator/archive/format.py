@@ -101,9 +101,9 @@ def moment_name(number: int) -> str:
     return f"{MOMENTS}{number:012}"
 
 
-def object_name(folder: str, what: str, epoch: int) -> str:
+def object_name(folder: str, label: str, epoch: int) -> str:
     """Return a unique name for an object: two writers, also of one epoch, never get the same."""
-    return f"{folder}{what}-e{epoch}-{secrets.token_hex(8)}"
+    return f"{folder}{label}-e{epoch}-{secrets.token_hex(8)}"
 
 
 def encode_moment(moment: Moment) -> bytes:

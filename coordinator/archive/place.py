@@ -38,14 +38,14 @@ class ArchiveReader(ReadBackend):
     It fetches, checks and decrypts an object when one of its rows is first read.
     """
 
-    def __init__(self, archive: Archive, where: str, instance_name: str | None) -> None:
-        self.where = where
+    def __init__(self, archive: Archive, label: str, instance_name: str | None) -> None:
+        self.label = label
         self._archive = archive
-        self._known: dict[int, tuple[Moment, str]] = {}
+        self._cached: dict[int, tuple[Moment, str]] = {}
         self._view: ArchivedView | None = None
         self._digest = ""
         with self.view() as view:
-            self.identity = read_identity(view, where, instance_name)
+            self.identity = read_identity(view, label, instance_name)
 
     @contextlib.contextmanager
     def view(self, *, copies: bool = False) -> Iterator[ArchivedView]:
@@ -54,13 +54,13 @@ class ArchiveReader(ReadBackend):
 
     def _newest(self) -> ArchivedView:
         try:
-            moments = self._archive.follow(self._known)
+            moments = self._archive.follow(self._cached)
         except DamagedObjectError:  # or another archive has taken the place
-            self._known.clear()
-            moments = self._archive.follow(self._known)
+            self._cached.clear()
+            moments = self._archive.follow(self._cached)
         if not moments:
-            raise LogFormatError(f"there is no archive {self.where}")
-        its_digest = self._known[moments[-1].number][1]
+            raise LogFormatError(f"there is no archive {self.label}")
+        its_digest = self._cached[moments[-1].number][1]
         if self._view is None or its_digest != self._digest:
             encrypted = encrypted_parts(moments)
 
@@ -92,7 +92,7 @@ class ArchivePlace(Place):
             )
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         return f"{self._url}#{self._instance}" if self._instance else self._url
 
     def exists(self) -> bool:
@@ -109,8 +109,8 @@ class ArchivePlace(Place):
     def open_reader(self, instance_name: str | None) -> ArchiveReader:
         with _reading():
             key_file = os.environ.get(KEY_FILE_VARIABLE)
-            archive = self._named(Cipher.of_file(Path(key_file)) if key_file else None)
-            return ArchiveReader(archive, self.where, instance_name)
+            archive = self._named(Cipher.from_file(Path(key_file)) if key_file else None)
+            return ArchiveReader(archive, self.label, instance_name)
 
     def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> Backend:
         self._refuse()
@@ -123,20 +123,20 @@ class ArchivePlace(Place):
 
     def _refuse(self) -> NoReturn:
         raise LogError(
-            f"{self.where} is an archive, which is only read: an instance writes its log in a folder or in PostgreSQL,"
+            f"{self.label} is an archive, which is only read: an instance writes its log in a folder or in PostgreSQL,"
             " 'immortal archive' ships it, and 'immortal restore' brings it back"
         )
 
     def _named(self, cipher: Cipher | None = None) -> Archive:
         """Open the archive of the URL's instance. Raises LogFormatError if the URL names none."""
         if not self._instance:
-            raise LogFormatError(f"{self.where} may hold the archives of many instances: write {self.where}#NAME")
+            raise LogFormatError(f"{self.label} may hold the archives of many instances: write {self.label}#NAME")
         if not _is_name(self._instance):
             raise LogFormatError(f"{self._instance!r}, behind # in the URL of an archive, is no instance's name")
         return Archive(self._store().below(self._instance), cipher)
 
     def _store(self) -> Objects:
-        return Objects(store_of(self._url, make=False), self._url)
+        return Objects(store_of(self._url, create=False), self._url)
 
 
 class S3Archive(ArchivePlace):

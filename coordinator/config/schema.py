@@ -34,7 +34,7 @@ from immortal.coordinator.config.values import (
     PublicKeys,
     StoreUrl,
     WrongValueError,
-    says,
+    doc,
     whole,
 )
 from immortal.coordinator.core.limits import ReplayCheck
@@ -93,7 +93,7 @@ class Setting(Struct, frozen=True, kw_only=True):
         return text
 
     @property
-    def of_each(self) -> Setting:
+    def each_value(self) -> Setting:
         """Setting that describes each value of a table of names."""
         return setting_of(get_args(self.type)[1])
 
@@ -192,26 +192,24 @@ class Tuning(Struct, frozen=True):
     """Settings of the table [tuning]: limits that few will ever change."""
 
     group_size_kib_max: Annotated[
-        int, whole(1, 1 << 20, "KiB"), says("Largest group of input that one commit writes.")
+        int, whole(1, 1 << 20, "KiB"), doc("Largest group of input that one commit writes.")
     ] = 1024
     commit_inline_kib_max: Annotated[
-        int, whole(0, 1 << 20, "KiB"), says("Larger groups are committed on a separate thread.")
+        int, whole(0, 1 << 20, "KiB"), doc("Larger groups are committed on a separate thread.")
     ] = 32
     peer_buffer_mib_max: Annotated[
         int,
         whole(1, 1 << 20, "MiB"),
-        says("Messages kept in memory that one peer has not acknowledged; further ones go to disk."),
+        doc("Messages kept in memory that one peer has not acknowledged; further ones go to disk."),
     ] = 64
-    peer_window_kib_max: Annotated[int, whole(64, 1 << 20, "KiB"), says("Bytes in flight to or from one peer.")] = (
-        16_384
-    )
+    peer_window_kib_max: Annotated[int, whole(64, 1 << 20, "KiB"), doc("Bytes in flight to or from one peer.")] = 16_384
     receive_buffer_mib_max: Annotated[
-        int, whole(1, 1 << 20, "MiB"), says("Bytes in flight from all peers together.")
+        int, whole(1, 1 << 20, "MiB"), doc("Bytes in flight from all peers together.")
     ] = 64
     clock_hold_s: Annotated[
         int,
         whole(1, 7 * 86_400, "seconds"),
-        says("How long a jump of the machine's clock must last before the instance follows it."),
+        doc("How long a jump of the machine's clock must last before the instance follows it."),
     ] = 600
 
 
@@ -229,66 +227,66 @@ _LogSize = Annotated[int, whole(1, 1 << 30, "MiB")]
 
 
 class InstanceSettings(Struct, frozen=True, kw_only=True):
-    """Settings of one instance. A field without says() is in no file."""
+    """Settings of one instance. A field without doc() is in no file."""
 
     name: str
     folder: Path  # of its runtime files, and of its log unless ``log`` says otherwise
 
     peer: Annotated[
         Endpoint,
-        says(
+        doc(
             "Address at which peers connect to the instance; 'immortal register' picks a free port for "
             "tcp://127.0.0.1:*."
         ),
     ]
     peer_template: Annotated[
-        PeerTemplate | None, says("Address pattern for peers that are neither in [peers] nor registered.")
+        PeerTemplate | None, doc("Address pattern for peers that are neither in [peers] nor registered.")
     ] = None
     allow: Annotated[
         Callers | None,
-        says("Peers and clients that may call the instance, and which methods.", default="all registered ones"),
+        doc("Peers and clients that may call the instance, and which methods.", default="all registered ones"),
     ] = None
     insecure: Annotated[
         bool,
-        says("Where keys are missing, use connections without encryption or authentication, also to other machines."),
+        doc("Where keys are missing, use connections without encryption or authentication, also to other machines."),
     ] = False
-    app_host: Annotated[Host, says("Address on which the ports for the app listen.")] = LOCALHOST
+    app_host: Annotated[Host, doc("Address on which the ports for the app listen.")] = LOCALHOST
     app_port: Annotated[
         Port | None,
-        says(
+        doc(
             "TCP port for the app; 'immortal register' picks a free one for *.",
             default="none, only a Unix socket; * with app_send_port, app_host or app_auth none",
         ),
     ] = None
     app_send_port: Annotated[
         Port | None,
-        says(
+        doc(
             "Second port, for an app with two connections: on it the app receives; 'immortal register' picks a free "
             "one for *.",
             default="app_port for both",
         ),
     ] = None
     app_send_mode: Annotated[
-        AppSendMode, says("Whether the app connects to app_send_port, or listens there and the coordinator connects.")
+        AppSendMode, doc("Whether the app connects to app_send_port, or listens there and the coordinator connects.")
     ] = AppSendMode.CONNECT
-    app_socket: Annotated[AppSocket | None, says("Unix socket for the app.", default="HOME/NAME/app.sock")] = None
+    app_socket: Annotated[AppSocket | None, doc("Unix socket for the app.", default="HOME/NAME/app.sock")] = None
     app_auth: Annotated[
         AppAuth,
-        says(
+        doc(
             "How the app proves its identity. challenge: app and coordinator prove to each other that they know a "
             "secret; secret: the app may send the secret; none: no proof, for clients that know only the base "
             "protocol.",
             default="challenge, with app_send_port none",
         ),
     ] = AppAuth.CHALLENGE
-    app_insecure: Annotated[bool, says("Allow app_auth none although other machines can reach app_host.")] = False
+    app_insecure: Annotated[bool, doc("Allow app_auth none although other machines can reach app_host.")] = False
     log: Annotated[
         Log,
-        says("Folder of the log, or its URL: lmdb:FOLDER, postgresql://USER@HOST/DATABASE.", default="HOME/NAME/log"),
+        doc("Folder of the log, or its URL: lmdb:FOLDER, postgresql://USER@HOST/DATABASE.", default="HOME/NAME/log"),
     ]
     log_key: Annotated[
         LogKey | None,
-        says(
+        doc(
             "Key that authenticates the log, so that nobody else can write it: in HOME/NAME/keys/log_key (file) or in "
             "another file.",
             default="file for a new log in a folder, else none",
@@ -296,114 +294,112 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     ] = None
     encryption_key: Annotated[
         EncryptionKey | None,
-        says(
+        doc(
             "Source of the key that encrypts the log: a file outside HOME, env:VARIABLE, or command:PROGRAM, which "
             "prints the key."
         ),
     ] = None
     allow_data_loss: Annotated[
-        bool, says("Start although the log's server is configured so that a crash can lose acknowledged data.")
+        bool, doc("Start although the log's server is configured so that a crash can lose acknowledged data.")
     ] = False
     lease_s: Annotated[
         int,
         whole(1, 60, "seconds"),
-        says(
+        doc(
             "For a log in a database: how long the writer may be silent before a follower on another machine takes "
             "over."
         ),
     ] = 3  # a server that restarts, or a machine that swaps, is silent for a second or two
     checkpoints_to: Annotated[
         StoreUrl | None,
-        says("For a log in a database: where checkpoints of more than 1 MiB are stored.", default="in the database"),
+        doc("For a log in a database: where checkpoints of more than 1 MiB are stored.", default="in the database"),
     ] = None
     file_store: Annotated[
         FileStore | None,
-        says("Where the contents of stored files are kept.", default="HOME/.files"),
+        doc("Where the contents of stored files are kept.", default="HOME/.files"),
     ] = None
     checkpoints: Annotated[
         Checkpoints,
-        says(
+        doc(
             "Which app takes the checkpoints: the instance's own, or that of a follower while there is one (only for "
             "a log in a database)."
         ),
     ] = Checkpoints.ON_PRIMARY
     keep_checkpoints: Annotated[
         _Checkpoints | None,
-        says(
+        doc(
             "Number of checkpoints to keep, with the log after the oldest of them; all: keep everything, or what "
             "keep_log_days and keep_log_mb allow."
         ),
     ] = KEEP_CHECKPOINTS_DEFAULT
     keep_log_days: Annotated[
         _Days | None,
-        says(
+        doc(
             "Also keep the log of the last days, so that they can be replayed.",
             default="7, with keep_checkpoints all no limit",
         ),
     ] = None
     keep_log_mb: Annotated[
         _KeptSize | None,
-        says(
+        doc(
             "Largest size of the log that keep_log_days keeps; 0: keep only what keep_checkpoints needs.",
             default="1024, or half of log_limit_mb; no limit with keep_log_days or keep_checkpoints all",
         ),
     ] = None
     log_trigger_mb: Annotated[
-        int, whole(1, 1 << 30, "MiB"), says("Take a checkpoint when the log has grown by this much.")
+        int, whole(1, 1 << 30, "MiB"), doc("Take a checkpoint when the log has grown by this much.")
     ] = 1024
     checkpoint_age_s: Annotated[
         _Age | None,
-        says("Take a checkpoint when the last one is this old and something has changed.", default="no limit of age"),
+        doc("Take a checkpoint when the last one is this old and something has changed.", default="no limit of age"),
     ] = None
     kills_before_verdict: Annotated[
         _Kills | None,
-        says(
+        doc(
             "Number of times in a row that a message may end the app's process before it is skipped; never: it is "
             "never skipped."
         ),
     ] = 3  # one death may be chance, two bad luck
     replay_check: Annotated[
         ReplayCheck | None,
-        says(
+        doc(
             "How strictly a recovery compares the replay with the log. strict: all calls must be equal; counts: their "
             "number and order must be equal, and other differences give a warning; off: no comparison.",
             default="strict, counts for an app that says no Hello",
         ),
     ] = None
     rpc_limit_mb: Annotated[
-        int, whole(1, ARGUMENTS_SIZE_MIB_MAX, "MiB"), says("Largest size of the arguments of one call from the app.")
+        int, whole(1, ARGUMENTS_SIZE_MIB_MAX, "MiB"), doc("Largest size of the arguments of one call from the app.")
     ] = ARGUMENTS_SIZE_MIB_DEFAULT
     nesting_max: Annotated[
         int,
         whole(8, NESTING_MAX, "levels"),
-        says("Deepest nesting of lists, maps and objects in a value that is sent; deeper values are refused."),
+        doc("Deepest nesting of lists, maps and objects in a value that is sent; deeper values are refused."),
     ] = NESTING_MAX_DEFAULT
     spill_limit_mb: Annotated[
         int,
         whole(0, 1 << 30, "MiB"),
-        says("Disk space for calls that wait for peers; when it is used up, the app is slowed down."),
+        doc("Disk space for calls that wait for peers; when it is used up, the app is slowed down."),
     ] = 4096
     log_limit_mb: Annotated[
         _LogSize | None,
-        says("Largest size of the log; above it, input from peers waits until the app catches up.", default="no limit"),
+        doc("Largest size of the log; above it, input from peers waits until the app catches up.", default="no limit"),
     ] = None
     disk_free_mb: Annotated[
         int,
         whole(0, 1 << 30, "MiB"),
-        says("Free disk space below which input from peers waits."),
+        doc("Free disk space below which input from peers waits."),
     ] = 0
-    metrics: Annotated[HostPort | None, says("Address where Prometheus reads metrics; HOST:* picks a free port.")] = (
-        None
-    )
-    metrics_token_file: Annotated[File | None, says("File with a token that requests for metrics must carry.")] = None
+    metrics: Annotated[HostPort | None, doc("Address where Prometheus reads metrics; HOST:* picks a free port.")] = None
+    metrics_token_file: Annotated[File | None, doc("File with a token that requests for metrics must carry.")] = None
     metrics_certificate_file: Annotated[
-        File | None, says("TLS certificate for the metrics, together with metrics_key_file.")
+        File | None, doc("TLS certificate for the metrics, together with metrics_key_file.")
     ] = None
-    metrics_key_file: Annotated[File | None, says("Private key of metrics_certificate_file.")] = None
+    metrics_key_file: Annotated[File | None, doc("Private key of metrics_certificate_file.")] = None
     timings_limit_mb: Annotated[
         int,
         whole(0, 1 << 20, "MiB"),
-        says(
+        doc(
             "Disk space for the times at which input arrived, became durable and was handled, for traces; 0: none are "
             "recorded."
         ),
@@ -411,35 +407,35 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     keep_executions_days: Annotated[
         int,
         whole(0, 100_000, "days"),
-        says("How long ended executions are listed, at least as long as the log is kept; 0: none are listed."),
+        doc("How long ended executions are listed, at least as long as the log is kept; 0: none are listed."),
     ] = 30
     keep_code: Annotated[
-        bool, says("Keep the app's code beside the log, so that a replay of the past can use the code of that time.")
+        bool, doc("Keep the app's code beside the log, so that a replay of the past can use the code of that time.")
     ] = True
-    app: Annotated[App | None, says("App that 'immortal run' starts; it stores the one of the last run here.")] = None
-    tuning: Annotated[Tuning, says("Limits that are rarely changed.")] = field(default_factory=Tuning)
-    peers: Annotated[Mapping[str, PeerPlace], says("Addresses of peers that are not registered, by name.")] = field(
+    app: Annotated[App | None, doc("App that 'immortal run' starts; it stores the one of the last run here.")] = None
+    tuning: Annotated[Tuning, doc("Limits that are rarely changed.")] = field(default_factory=Tuning)
+    peers: Annotated[Mapping[str, PeerPlace], doc("Addresses of peers that are not registered, by name.")] = field(
         default_factory=dict
     )
-    peer_keys: Annotated[Mapping[str, PublicKeys], says("Public keys of peers that are not registered, by name.")] = (
+    peer_keys: Annotated[Mapping[str, PublicKeys], doc("Public keys of peers that are not registered, by name.")] = (
         field(default_factory=dict)
     )
     client_keys: Annotated[
-        Mapping[str, PublicKeys], says("Public keys of clients that are not registered, by name.")
+        Mapping[str, PublicKeys], doc("Public keys of clients that are not registered, by name.")
     ] = field(default_factory=dict)
 
     # of the restricted callers in ``allow``, by name: what they may call
     permissions: Mapping[str, Permission] = field(default_factory=dict)
 
     @property
-    def kept_days(self) -> int | None:
+    def log_days(self) -> int | None:
         """Days of the log to keep before the newest checkpoints; None: no limit."""
-        return 7 if self._keeps_by_default else self.keep_log_days
+        return 7 if self._uses_default_retention else self.keep_log_days
 
     @property
-    def kept_mib(self) -> int | None:
+    def log_mib(self) -> int | None:
         """MiB of the log to keep at most before the newest checkpoints; None: no limit."""
-        if not self._keeps_by_default or self.keep_log_mb is not None:
+        if not self._uses_default_retention or self.keep_log_mb is not None:
             return self.keep_log_mb
         return 1024 if self.log_limit_mb is None else min(1024, self.log_limit_mb // 2)  # a full log must get room
 
@@ -448,7 +444,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         """Days for which ended executions are listed; 0: without a limit; None: none is listed."""
         if not self.keep_executions_days or self.encryption_key:  # the list has arguments and results in plain
             return None
-        return 0 if self.kept_days is None else max(self.keep_executions_days, self.kept_days)
+        return 0 if self.log_days is None else max(self.keep_executions_days, self.log_days)
 
     @property
     def files_place(self) -> str:
@@ -456,12 +452,12 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         return self.file_store or str(self.folder.parent.absolute() / FILES_FOLDER_NAME)
 
     @property
-    def leaves_keeping_open(self) -> bool:
+    def sets_no_retention(self) -> bool:
         """True if no setting says how much of the log is kept."""
         return (self.keep_checkpoints, self.keep_log_days, self.keep_log_mb) == (KEEP_CHECKPOINTS_DEFAULT, None, None)
 
     @property
-    def _keeps_by_default(self) -> bool:
+    def _uses_default_retention(self) -> bool:
         return self.keep_log_days is None and self.keep_checkpoints is not None
 
     @property

@@ -83,8 +83,8 @@ def _read(source: Source, setting: Setting, key: str, value: Any, table: str) ->
                 check_instance_name(each)
             except ConfigError as error:
                 raise ConfigError(f"{source.place(each, name)}, table [{name}]: {error}") from None
-        of_each = setting.of_each
-        return {each: _read(source, of_each, each, said, name) for each, said in value.items()}
+        each_value = setting.each_value
+        return {each: _read(source, each_value, each, said, name) for each, said in value.items()}
     try:
         return setting.value_of(value)
     except WrongValueError as error:

@@ -214,7 +214,7 @@ def kind(metavar: str, expected: str, **more: Any) -> Meta:
     return Meta(extra={"metavar": metavar, "expected": expected, **more})
 
 
-def says(text: str, **more: Any) -> Meta:
+def doc(text: str, **more: Any) -> Meta:
     """Describe a setting in sentences, for 'immortal register --help' and the docs. ``more``: as of :func:`kind`.
 
     A field of a schema without this description is no setting.

@@ -37,7 +37,7 @@ TOLERANCE_NS = 1_000_000_000
 NOISE_NS = 1_000_000  # not worth correcting: the two clocks are read one after the other
 FOLLOWED_PER_NS = 1 / 2000  # as fast as NTP corrects a clock
 SLOWED_PER_NS = 1 / 20  # while time is ahead of the clock: an hour takes 20 hours
-TOLD_NS = 50_000_000  # difference above which the app gets the time again
+REPORTED_STEP_NS = 50_000_000  # difference above which the app gets the time again
 STEPS_MAX = 16  # steps that apps are told of: older ones are in their logs, or not needed
 SPANS_MAX = 1000
 JOINED_NS = 1_000_000_000  # spans with less than this between them count as one
@@ -48,13 +48,13 @@ class Reading:
     """Result of one reading of the clock. Steps and jumps in ns; ahead is positive."""
 
     time_ns: int  # of the instance, since the Unix epoch
-    begun_ns: int | None = None  # size of a jump that is held back from now on
-    taken_ns: int | None = None  # size of a jump that was taken
-    ended: bool = False  # a held jump is over: the clock is right again
+    held_jump_ns: int | None = None  # size of a jump that is held back from now on
+    accepted_jump_ns: int | None = None  # size of a jump that was taken
+    jump_ended: bool = False  # a held jump is over: the clock is right again
 
     @property
     def is_news(self) -> bool:
-        return self.begun_ns is not None or self.taken_ns is not None or self.ended
+        return self.held_jump_ns is not None or self.accepted_jump_ns is not None or self.jump_ended
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -76,32 +76,32 @@ class SteadyClock:
         if abs(ahead_ns) <= TOLERANCE_NS:
             most_ns = int(passed_ns * FOLLOWED_PER_NS)
             self.offset_ns += max(-most_ns, min(ahead_ns, most_ns))
-            ended, self.held_ns, self.slowed = self.held_ns is not None, None, False
-            return Reading(steady_ns + self.offset_ns, ended=ended)
+            jump_ended, self.held_ns, self.slowed = self.held_ns is not None, None, False
+            return Reading(steady_ns + self.offset_ns, jump_ended=jump_ended)
         if self.held_ns is None or abs(ahead_ns - self.held_ns) > TOLERANCE_NS:
             self.held_ns, self.held_since_ns, self.slowed = ahead_ns, steady_ns, False
-            return Reading(steady_ns + self.offset_ns, begun_ns=ahead_ns)
+            return Reading(steady_ns + self.offset_ns, held_jump_ns=ahead_ns)
         self.held_ns = ahead_ns
         if self.slowed:
             self.offset_ns -= min(-ahead_ns, int(passed_ns * SLOWED_PER_NS))
         elif steady_ns - self.held_since_ns >= self.hold_ns:
-            return self._take(ahead_ns, steady_ns)
+            return self._accept_jump(ahead_ns, steady_ns)
         return Reading(steady_ns + self.offset_ns)
 
     def accept(self, wall_ns: int, steady_ns: int) -> Reading:
         """Accept the wall clock, because an operator says that it is right."""
         reading = self.read(wall_ns, steady_ns)
-        if self.held_ns is None or self.slowed or reading.taken_ns is not None:
+        if self.held_ns is None or self.slowed or reading.accepted_jump_ns is not None:
             return reading
-        return self._take(wall_ns - steady_ns - self.offset_ns, steady_ns)
+        return self._accept_jump(wall_ns - steady_ns - self.offset_ns, steady_ns)
 
-    def _take(self, ahead_ns: int, steady_ns: int) -> Reading:
+    def _accept_jump(self, ahead_ns: int, steady_ns: int) -> Reading:
         if ahead_ns > 0:
             self.offset_ns += ahead_ns
             self.held_ns = None
         else:
             self.slowed = True
-        return Reading(steady_ns + self.offset_ns, taken_ns=ahead_ns)
+        return Reading(steady_ns + self.offset_ns, accepted_jump_ns=ahead_ns)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -120,7 +120,7 @@ class RunningTime:
     def spans(self) -> tuple[tuple[int, int], ...]:
         return (*self.past, (self.first_ns, self.last_ns))
 
-    def begin(self, time_ns: int) -> None:
+    def start_span(self, time_ns: int) -> None:
         """Start a span at ``time_ns``; the instance did not run since the end of the last one.
 
         Spans in the future, from a clock that was wrong, are dropped if nothing was logged in them.
@@ -132,11 +132,11 @@ class RunningTime:
         self.past = tuple(spans[1 - SPANS_MAX :])
         self.first_ns = self.last_ns = time_ns
 
-    def reached(self, time_ns: int) -> None:
+    def extend_to(self, time_ns: int) -> None:
         if time_ns > self.last_ns:
             self.last_ns = time_ns
 
-    def before(self, age_ns: int) -> int:
+    def time_of_age(self, age_ns: int) -> int:
         """Return the latest time whose age is at least ``age_ns``; 0 if the instance has not run for so long."""
         for first_ns, last_ns in reversed(self.spans):
             if age_ns <= last_ns - first_ns:
@@ -152,13 +152,13 @@ class Timekeeper:
         self.clock = clock
         self.running = running
         self.steps = list(steps)  # earlier ones, too
-        self._told_offset_ns: int | None = None
+        self._reported_offset_ns: int | None = None
         self._events: list[ClockMoved] = list(self.steps)
 
     def time_if_calm(self, wall_ns: int, steady_ns: int) -> int | None:
         """Return the time if both clocks agree, which costs little; None: call :meth:`read`."""
         clock = self.clock
-        if clock.held_ns is None and self._told_offset_ns is not None:
+        if clock.held_ns is None and self._reported_offset_ns is not None:
             ahead_ns = wall_ns - steady_ns - clock.offset_ns
             if -NOISE_NS <= ahead_ns <= NOISE_NS:
                 clock.read_ns = steady_ns
@@ -169,19 +169,20 @@ class Timekeeper:
         """Read both clocks. ``accept``: an operator says that the wall clock is right."""
         clock = self.clock
         reading = clock.accept(wall_ns, steady_ns) if accept else clock.read(wall_ns, steady_ns)
-        time_ns, jumped_ns = reading.time_ns, max(0, reading.taken_ns or 0)
+        time_ns, jumped_ns = reading.time_ns, max(0, reading.accepted_jump_ns or 0)
         if jumped_ns:
-            self.running.reached(time_ns - jumped_ns)
-            self.running.begin(time_ns)
-        self.running.reached(time_ns)
-        if jumped_ns or self._told_offset_ns is None or abs(clock.offset_ns - self._told_offset_ns) >= TOLD_NS:
-            self._told_offset_ns = clock.offset_ns
+            self.running.extend_to(time_ns - jumped_ns)
+            self.running.start_span(time_ns)
+        self.running.extend_to(time_ns)
+        reported_ns = self._reported_offset_ns
+        if jumped_ns or reported_ns is None or abs(clock.offset_ns - reported_ns) >= REPORTED_STEP_NS:
+            self._reported_offset_ns = clock.offset_ns
             self._events.append(ClockMoved(time_ns, steady_ns, jumped_ns))
             self.steps += self._events[-1:] if jumped_ns else []
             del self.steps[:-STEPS_MAX]
         return reading
 
-    def take_events(self) -> list[ClockMoved]:
+    def pop_events(self) -> list[ClockMoved]:
         """Return the events that the core must handle before it gets the next time."""
         events, self._events = self._events, []
         return events
@@ -201,28 +202,28 @@ class AppClock:
         self._send = send
         self._steps: list[ClockMoved] = []
         self._last: ClockMoved | None = None
-        self._introduced = False  # the app can get control records
+        self._is_ready = False  # the app can get control records
 
     def connected(self) -> None:
-        self._introduced = False
+        self._is_ready = False
 
-    def introduce(self) -> None:
+    def send_time(self) -> None:
         """Tell the app all clock steps; it knows which of them its log already has."""
-        if not self._introduced:
-            self._introduced = True
+        if not self._is_ready:
+            self._is_ready = True
             for event in self._steps:
-                self._tell(event)
+                self._send_event(event)
             if self._last is not None:
-                self._tell(ClockMoved(self._last.time_ns, self._last.steady_ns))
+                self._send_event(ClockMoved(self._last.time_ns, self._last.steady_ns))
 
     def moved(self, event: ClockMoved) -> None:
         self._last = event
         if event.jumped_ns:
             self._steps = [*self._steps, event][-STEPS_MAX:]
-        if self._introduced:
-            self._tell(event)
+        if self._is_ready:
+            self._send_event(event)
 
-    def _tell(self, event: ClockMoved) -> None:
+    def _send_event(self, event: ClockMoved) -> None:
         if MessageType.APP_TIME in self._session.extensions:
             time = AppTime(event.time_ns, event.steady_ns, event.jumped_ns)
             self._send(MessageType.APP_TIME, encode_app_time(time))
@@ -265,8 +266,8 @@ class Timers:
         waits_for_writer = state.following and bool(peers.outbound.spilling.full)
         if SPILL not in known and (peers.outbound.spilling.waits_for_receiver or waits_for_writer):
             self.set(SPILL, now_ns + state.limits.recent_ns)
-        if HELD_BACK not in known and peers.inbound.holds_back:
-            self.set(HELD_BACK, now_ns + state.limits.held_back_ns)
+        if HELD_BACK not in known and peers.inbound.has_held_back_hellos:
+            self.set(HELD_BACK, now_ns + state.limits.held_back_retry_ns)
         if BARRIER not in known and (barrier_ns := peers.outbound.barriers.due_ns) is not None:
             self.set(BARRIER, barrier_ns)
         if TURN not in known and (turn_ns := peers.inbound.turns.due_ns(now_ns)) is not None:

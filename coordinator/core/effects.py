@@ -13,7 +13,7 @@ Duties of a driver:
 6. WakeAt is answered by one Tick after the time that was left to it has passed, whatever the wall clock does
    meanwhile; a later WakeAt replaces it.
 7. After Stop nothing else is carried out.
-8. AskStandby and OfferCheckpoint can get lost; each OfferChunk is answered once, in order.
+8. RequestStandbyCheckpoint and OfferCheckpoint can get lost; each OfferChunk is answered once, in order.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ class WriteCheckpointChunk(Effect):
     data: bytes
 
 
-class AskStandby(Effect):
+class RequestStandbyCheckpoint(Effect):
     """Ask a follower that has caught up for a checkpoint with this ID. CheckpointOffered can follow much later."""
 
     checkpoint_id: int
     epoch: int
 
 
-class DropAsked(Effect):
-    """Cancel AskStandby: reject what the follower writes from now on."""
+class CancelStandbyRequest(Effect):
+    """Cancel RequestStandbyCheckpoint: reject what the follower writes from now on."""
 
 
 class OfferChunk(Effect):

@@ -68,7 +68,7 @@ class PermissionsChanged(Event):
     ``has_keys``: callers prove their names.
     """
 
-    given: Mapping[str, Permission]
+    by_caller: Mapping[str, Permission]
     has_keys: bool = False
 
 
@@ -100,26 +100,26 @@ class Reclaimed(Event):
 
 
 class LettersDropped(Event):
-    """The operator ``who`` removes these dead letters (None: all); answered by OperatorAnswered with ``token``."""
+    """The operator ``operator`` removes these dead letters (None: all); answered by OperatorAnswered with ``token``."""
 
     keys: Sequence[MessageKey] | None
-    who: str
+    operator: str
     token: Token
 
 
 class LettersRetried(Event):
-    """The operator ``who`` retries dead letters, given as the log has them (None: the log has none).
+    """The operator ``operator`` retries dead letters, given as the log has them (None: the log has none).
 
     Answered by OperatorAnswered with ``token``.
     """
 
     letters: Mapping[MessageKey, Letter | None]
-    who: str
+    operator: str
     token: Token
 
 
 class MessageSkipped(Event):
-    """The operator ``who`` asks to skip this message; answered by OperatorAnswered with ``token``.
+    """The operator ``operator`` asks to skip this message; answered by OperatorAnswered with ``token``.
 
     ``message``: as the log has it, from its size on; None: there is no such message.
     """
@@ -127,22 +127,22 @@ class MessageSkipped(Event):
     sequence_id: int
     message_index: int
     reason: str
-    who: str
+    operator: str
     message: bytes | None
     token: Token
 
 
 class InstancePaused(Event):
-    """The operator ``who`` asks to pause the app's input; answered by OperatorAnswered with ``token``."""
+    """The operator ``operator`` asks to pause the app's input; answered by OperatorAnswered with ``token``."""
 
-    who: str
+    operator: str
     token: Token
 
 
 class InstanceResumed(Event):
-    """The operator ``who`` asks to resume the app's input; answered by OperatorAnswered with ``token``."""
+    """The operator ``operator`` asks to resume the app's input; answered by OperatorAnswered with ``token``."""
 
-    who: str
+    operator: str
     token: Token
 
 
@@ -215,12 +215,12 @@ class StandbysChanged(Event):
 
 
 class CheckpointOffered(Event):
-    """A follower has offered the checkpoint that AskStandby asked for."""
+    """A follower has offered the checkpoint that RequestStandbyCheckpoint asked for."""
 
     offer: Offer
 
 
-class CheckpointAsked(Event):
+class StandbyCheckpointRequested(Event):
     """The writer asks this follower, in ``epoch``, for a checkpoint with this ID."""
 
     checkpoint_id: int

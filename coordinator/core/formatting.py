@@ -43,8 +43,8 @@ class CallText:
 
     method_id: int
     kind: int
-    front: str
-    behind: str
+    prefix: str
+    suffix: str
     redacted: tuple[str, str] | None = None  # both parts for a name that rules of redaction concern
 
     @classmethod
@@ -61,11 +61,12 @@ class CallText:
         return cls(rpc.method_id, rpc.kind, *plain, redacted)
 
     def with_method(self, name: str | None) -> str:
-        is_redacted = self.redacted is not None and redaction.concerns(name)
-        front, behind = self.redacted if is_redacted and self.redacted else (self.front, self.behind)
-        if self.method_id == system_methods.EFFECT_METHOD_ID and front:  # this text already names the effect
-            return front
-        return f"{front}{name or f'method {self.method_id}'}{behind}"
+        prefix, suffix = self.prefix, self.suffix
+        if self.redacted is not None and redaction.concerns(name):
+            prefix, suffix = self.redacted
+        if self.method_id == system_methods.EFFECT_METHOD_ID and prefix:  # this text already names the effect
+            return prefix
+        return f"{prefix}{name or f'method {self.method_id}'}{suffix}"
 
 
 _SYSTEM_METHODS = {
@@ -155,7 +156,7 @@ def shown_values(method_id: int, values: list[Any], name: str | None) -> list[An
     return redaction.arguments(None if method_id in _SYSTEM_METHODS else name, values)  # calls can be within
 
 
-def effect_words(rpc: IncomingRpc) -> str:
+def effect_text(rpc: IncomingRpc) -> str:
     """Return the effect that a result belongs to, as ``unlock(bike=7) of Ride.ride(17)``; "" if the log lacks it."""
     try:
         values = decoding.decode_shown(rpc.arguments) if rpc.method_id == system_methods.EFFECT_METHOD_ID else None
@@ -225,7 +226,7 @@ def reclaim_command(name: str) -> str:
 # --- texts of a stream's sender, ``name``, about its receiver --------------------------------------------------------
 
 
-def receiver_swapped(name: str, receiver: str, known: int, now: int, acknowledged: int, made: int) -> str:
+def describe_swapped_receiver(name: str, receiver: str, known: int, now: int, acknowledged: int, made: int) -> str:
     """Describe a receiver whose log was replaced. ``known``, ``now``: committer IDs."""
     return (
         f"{receiver!r} was committer {known} and is {now} now: its log was wiped or swapped; it had acknowledged "
@@ -233,21 +234,21 @@ def receiver_swapped(name: str, receiver: str, known: int, now: int, acknowledge
     )
 
 
-def receiver_older(name: str, receiver: str, received: int, once: int) -> str:
+def describe_older_receiver(name: str, receiver: str, received: int, earlier: int) -> str:
     return (
-        f"{receiver!r} has {received} messages of this instance, it once had {once}: its log was replaced by an older "
-        f"copy; restore it, or run {reset_command(name, receiver)}"
+        f"{receiver!r} has {received} messages of this instance, it once had {earlier}: its log was replaced by an "
+        f"older copy; restore it, or run {reset_command(name, receiver)}"
     )
 
 
-def own_log_older(name: str, receiver: str, received: int, sent: int) -> str:
+def describe_older_own_log(name: str, receiver: str, received: int, sent: int) -> str:
     return (
         f"{receiver!r} has {received} messages of this instance, which has sent only {sent}: this instance's log was "
         f"replaced by an older copy; restore it, or run {reset_command(name, receiver)}"
     )
 
 
-def refused(name: str, receiver: str, refusal: PeerFrame) -> str:
+def describe_refusal(name: str, receiver: str, refusal: PeerFrame) -> str:
     """Describe a refusal and what an operator can do, since a frame may have no room for a long name."""
     text = f"{receiver!r} refuses this instance's messages: {refusal.reason}"
     own, other = reset_command(name, receiver), reset_command(receiver, name)
@@ -262,7 +263,7 @@ def refused(name: str, receiver: str, refusal: PeerFrame) -> str:
 # --- texts of a stream's receiver, ``name``, about its sender --------------------------------------------------------
 
 
-def sender_swapped(name: str, sender: str, known: int, now: int, received: int) -> str:
+def describe_swapped_sender(name: str, sender: str, known: int, now: int, received: int) -> str:
     """Describe a sender whose log was replaced. ``known``, ``now``: committer IDs."""
     return (
         f"{sender!r} was committer {known} here and is {now} now: its log was wiped or swapped; {received} of its "
@@ -270,14 +271,14 @@ def sender_swapped(name: str, sender: str, known: int, now: int, received: int) 
     )
 
 
-def has_less_than_once(name: str, sender: str, received: int, once: int) -> str:
+def describe_lost_messages(name: str, sender: str, received: int, earlier: int) -> str:
     return (
-        f"{name!r} has {received} messages of {sender!r}, it once had {once}: its log was wiped or replaced by an "
+        f"{name!r} has {received} messages of {sender!r}, it once had {earlier}: its log was wiped or replaced by an "
         f"older copy; restore it, or run {reset_command(sender, name)}"
     )
 
 
-def perhaps_older(name: str, sender: str, reason: str) -> str:
+def describe_older_sender(name: str, sender: str, reason: str) -> str:
     """Describe a Hello that was refused for its epoch."""
     command = reclaim_command(sender)
     return f"{reason}; if its log was replaced by an older copy, or a copy has run, restore it, or run {command}"

@@ -37,7 +37,7 @@ class Limits:
     barrier_ns: int = 2_000_000_000
     """Longest wait for an instance to confirm a call, before the messages that follow from the call are sent."""
 
-    held_back_ns: int = 250_000_000
+    held_back_retry_ns: int = 250_000_000
     """Pause after which the calls of a caller that has used up its rate are read again. It can make a quarter of a
     second's calls then."""
 
@@ -70,7 +70,7 @@ class Limits:
     """Bytes in flight to one peer: two of the largest commits, so that one gathers while the other is synced. A
     receiver's window replaces it, but is never larger."""
 
-    unsaid_window_bytes: int = 8 * MIB
+    assumed_window_bytes: int = 8 * MIB
     """Window of a receiver that grants none: the value of the protocol."""
 
     receive_budget_bytes: int = 64 * MIB
@@ -159,14 +159,14 @@ class Limits:
     replies_bytes: int = 64 * MIB
     """Bytes of replies kept for all clients; above this those of the least recently used client are removed."""
 
-    client_again_bytes: int = 8 * MIB
+    client_resend_bytes: int = 8 * MIB
     """Bytes of replies repeated to one client, at once and per second: all that are kept for it fit. It asks for the
     rest later."""
 
-    again_bytes: int = 16 * MIB
+    resend_bytes: int = 16 * MIB
     """Bytes of replies repeated to all clients, at once and per second: to join them takes the loop some 20 ms."""
 
-    gone_max: int = 262_144
+    gone_replies_max: int = 262_144
     """Numbers of all clients whose replies were removed while an older request is open; above this, such clients
     wait."""
 

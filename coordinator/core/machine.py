@@ -58,13 +58,13 @@ class Machine:
             ev.MessageSkipped: components.operator.skip,
             ev.InstancePaused: components.state.pause.requested,
             ev.InstanceResumed: components.state.pause.resume_requested,
-            ev.HandlersAsked: components.waiting_handlers.ask,
+            ev.HandlersAsked: components.waiting_handlers.query,
             ev.HandlerOrdered: components.waiting_handlers.order,
             ev.Committed: self._committed,
             ev.ChunkWritten: self._chunk_written,
             ev.StandbysChanged: components.snapshot_receiver.standbys_changed,
             ev.CheckpointOffered: components.snapshot_receiver.checkpoint_offered,
-            ev.CheckpointAsked: components.snapshot_sender.checkpoint_asked,
+            ev.StandbyCheckpointRequested: components.snapshot_sender.checkpoint_requested,
             ev.ChunkOffered: components.snapshot_sender.chunk_offered,
             ev.LogLoaded: self._was_read(self._log_loaded),
             ev.CheckpointChecked: self._was_read(self._checkpoint_checked),
@@ -84,7 +84,7 @@ class Machine:
 
     # --- a turn ------------------------------------------------------------------------------------------------------
 
-    def take(self, events: Sequence[ev.Event], now_ns: int) -> Sequence[Effect]:
+    def handle(self, events: Sequence[ev.Event], now_ns: int) -> Sequence[Effect]:
         """Handle ``events``, in order; above all give the app the record that it waits for. Return the effects.
 
         A turn (driver/turn.py) is this, :meth:`advance` and :meth:`settle`; a driver can do other work in between.
@@ -93,7 +93,7 @@ class Machine:
         """
         state = self.state
         state.now_ns = now_ns
-        self.components.running.reached(now_ns)
+        self.components.running.extend_to(now_ns)
         for event in events:
             if self.stopped:
                 break
@@ -103,17 +103,17 @@ class Machine:
                 if isinstance(event, ev.AppData) and isinstance(error, RemoteProtocolError):
                     self.components.inbox.refuse(error)
                 else:
-                    self._stop(self._peers.policy.explained(error))
-        return state.take_effects()
+                    self._stop(self._peers.policy.explain(error))
+        return state.pop_effects()
 
     def advance(self) -> Sequence[Effect]:
-        """Do the work that :meth:`take` has made possible: read, send, commit. Return the effects."""
+        """Do the work that :meth:`handle` has made possible: read, send, commit. Return the effects."""
         if not self.stopped:
             try:
                 self._advance()
             except ImmortalError as error:
-                self._stop(self._peers.policy.explained(error))
-        return self.state.take_effects()
+                self._stop(self._peers.policy.explain(error))
+        return self.state.pop_effects()
 
     def settle(self) -> Sequence[Effect]:
         """Do the rest of the turn after the last :meth:`advance`: checkpoints, back-pressure, timers. Commit nothing
@@ -122,8 +122,8 @@ class Machine:
             try:
                 self._settle()
             except ImmortalError as error:
-                self._stop(self._peers.policy.explained(error))
-        return self.state.take_effects()
+                self._stop(self._peers.policy.explain(error))
+        return self.state.pop_effects()
 
     def _advance(self) -> None:
         peers, clients = self._peers, self.components.clients
@@ -144,10 +144,10 @@ class Machine:
         if self.components.impulses.held_bytes:
             self.components.inbox.admit_impulses()
         if peers.inbound.turns.waiting_bytes:
-            peers.inbound.take_turns()
+            peers.inbound.process_waiting_batches()
         peers.outbound.send()
-        for answers in peers.outbound.take_answers():
-            clients.answers_made(answers)
+        for answers in peers.outbound.pop_answers():
+            clients.app_answered(answers)
         clients.answers.flush()
         if self.components.snapshot_receiver.is_under_way and self._session.phase is NORMAL:
             self.components.snapshot_receiver.advance()
@@ -156,11 +156,11 @@ class Machine:
 
     def _settle(self) -> None:
         if self._session.phase is NORMAL and self.state.checkpoints.settled:
-            self.components.checkpoint_taker.ask_if_due()
+            self.components.checkpoint_taker.request_if_due()
         self.components.back_pressure.update()
         self.state.timers.schedule_wakes(self._peers)
         shutdown = self.state.shutdown
-        if shutdown.said_goodbye and self._session.unsent_bytes <= 0:
+        if shutdown.goodbye_sent and self._session.unsent_bytes <= 0:
             self._stop(None)
         elif shutdown.hands_over and self._log.is_idle:
             shutdown.report_stop_reason()
@@ -208,7 +208,7 @@ class Machine:
         if transaction.sources:
             peers.became_durable(transaction.sources.items())
         if CLIENTS in transaction.acknowledged:
-            peers.outbound.answers_durable(transaction.acknowledged[CLIENTS])
+            peers.outbound.acknowledge_answers(transaction.acknowledged[CLIENTS])
         components.peer_resets.committed(ticket)
         state.committed(ticket)
         if transaction.epoch is not None:
@@ -219,9 +219,9 @@ class Machine:
         if transaction.cut_healed:
             components.lifecycle.cut_healed()
         if transaction.version is not None:
-            components.upgrades.began(transaction.version)
+            components.upgrades.version_began(transaction.version)
         if transaction.checkpoint is not None:
-            components.checkpoint_taker.durable(transaction.checkpoint, adopted=transaction.adopts)
+            components.checkpoint_taker.checkpoint_durable(transaction.checkpoint, adopted=transaction.adopts)
 
     def _chunk_written(self, event: ev.ChunkWritten) -> None:
         self.state.log_requests.write_done()
@@ -259,13 +259,13 @@ class Machine:
             f"acknowledged is lost, and nothing more of this coordinator counts",
         )
 
-    def _was_read(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return ``then`` with a step before it that notes an answered read; the answer may end the log's silence."""
+    def _was_read(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return ``handle`` with a step before it that notes an answered read; the answer may end the log's silence."""
         log_requests = self.state.log_requests
 
         def read(event: Any) -> None:
             log_requests.read_done()
-            then(event)
+            handle(event)
 
         return read
 
@@ -286,7 +286,7 @@ class Machine:
     @property
     def waits_for_app(self) -> bool:
         """True if an AppSent would change something now; otherwise it can wait for the next event."""
-        return self._session.unsent_bytes >= self.state.limits.app_window_bytes or self.state.shutdown.said_goodbye
+        return self._session.unsent_bytes >= self.state.limits.app_window_bytes or self.state.shutdown.goodbye_sent
 
     def _app_sent(self, event: ev.AppSent) -> None:
         self._session.unsent_bytes -= event.size_bytes
@@ -297,16 +297,16 @@ class Machine:
             return
         if not session.refused and (session.reader.buffered_bytes or session.reader.inside_blob):
             state.report(notices.AppCutOff())
-        if shutdown.said_goodbye:
+        if shutdown.goodbye_sent:
             self._stop(None)
             return
         state.report(notices.AppGone(session.phase.value))
         self.components.upgrades.app_lost()
         # While the coordinator did not read from the app, messages that it had sent can be lost.
         at_query = self.components.call_failures.died_at_query()
-        self.components.call_failures.app_lost(all_heard=not self.components.back_pressure.paused)
-        caller, deaths = self.components.call_failures.poison_guard.died_of
-        self.components.call_failures.caused_deaths(self.components.clients.holder_of(caller), deaths)
+        self.components.call_failures.app_lost(all_read=not self.components.back_pressure.paused)
+        caller, deaths = self.components.call_failures.poison_guard.culprit
+        self.components.call_failures.penalize_caller(self.components.clients.holder_of(caller), deaths)
         self.components.operator.app_lost()
         self.components.unsaved_state.app_lost()
         self.components.waiting_handlers.app_lost()
@@ -332,7 +332,7 @@ class Machine:
     def waits_for_peers(self) -> bool:
         """True if a PeerReplied would change something now; otherwise it can wait for the next event."""
         return (
-            self.state.wants_replies
+            self.state.awaits_replies
             or self.components.back_pressure.paused
             or self.components.lifecycle.is_cut
             or self.state.shutdown.is_requested
@@ -348,7 +348,7 @@ class Machine:
         self.components.clients.received(event.token, event.frame, event.caller)
 
     def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
-        self.components.admission.change(event.given, has_keys=event.has_keys)
+        self.components.admission.change(event.by_caller, has_keys=event.has_keys)
         self._peers.inbound.answer_parked()
 
     def _tick(self, event: ev.Tick) -> None:
@@ -361,7 +361,7 @@ class Machine:
             return
         shutdown.request(hands_over=event.hands_over and self._session.phase in WORKS)
         self.state.accepting = False
-        self.components.call_failures.stop_asked()
+        self.components.call_failures.stop_requested()
         if self._session.phase not in RECOVERED:
             shutdown.report_stop_reason()
             self._stop(None)

@@ -53,20 +53,20 @@ class Peers:
     def load(self, summary: LogSummary) -> None:
         """Load what the log has about other instances and this one."""
         self._state.ready = summary.extensions is not None
-        self.app_asked_for(summary.extensions or frozenset())
+        self.set_app_extensions(summary.extensions or frozenset())
         self.outbound.receivers.committer_ids = dict(summary.peers)
         self.outbound.receivers.starts = dict(summary.stream_starts)
         self.inbound.senders.load(summary)
 
-    def app_asked_for(self, extensions: Set[int]) -> None:
+    def set_app_extensions(self, extensions: Set[int]) -> None:
         """Note the ``extensions`` that the app which began the log asked for."""
         self._state.app_knows_extensions = not INTRODUCED.isdisjoint(extensions)
-        self._state.app_takes_verdicts = MessageType.VERDICTS in extensions
+        self._state.app_accepts_verdicts = MessageType.VERDICTS in extensions
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]]) -> None:
         """Acknowledge records up to these positions, which are on disk."""
         self.inbound.became_durable(sources)
-        self.outbound.own_became_durable()
+        self.outbound.acknowledge_own_stream()
 
 
 # Replay of the output streams, from a checkpoint to the end of the log.
@@ -87,10 +87,10 @@ class OutboundReplay:
         state, outbound, expected = self.state, self.outbound, self.outbound.expected
         state.use_epoch()
         state.catching_up = header is not None
-        state.held = False
+        state.outputs_held = False
         self.outbound.receivers.load(summary.acknowledged)
         outbound.forget_streams()
-        expected.begin(header, summary.spilled)
+        expected.restart(header, summary.spilled)
         outputs: Mapping[str, OutputMark] = header.outputs if header else {}
         impulses = summary.impulses_by_destination()
         for destination in sorted({*outputs, *impulses}):
@@ -104,7 +104,7 @@ class OutboundReplay:
                     impulses=impulses.get(destination, ()),
                     attempt=state.epoch << 32,
                     check=expected.check(destination),
-                    spilled=expected.take_spilled(destination),
+                    spilled=expected.pop_spilled(destination),
                 ),
             )
 
@@ -113,7 +113,7 @@ class OutboundReplay:
         impulses get their positions."""
         outbound = self.outbound
         self.outbound.receivers.load(summary.acknowledged)
-        self.outbound.expected.spilled(summary.spilled)
+        self.outbound.expected.set_spilled(summary.spilled)
         for destination, impulses in summary.impulses_by_destination().items():
             outbound.stream(destination).keep_impulses(impulses)
         for destination, stream in outbound.streams.items():
@@ -129,7 +129,7 @@ class OutboundReplay:
         for destination, stream in outbound.streams.items():
             stream.attempt = state.epoch << 32
             if destination not in (ONESELF, CLIENTS):
-                outbound.begin(stream)
+                outbound.connect(stream)
         self._touch_all()
 
     def finish(self, *, all_sent: bool) -> None:
@@ -148,7 +148,7 @@ class OutboundReplay:
     def heal_cut(self) -> Transaction:
         """End the replay of a log that was cut. Return the transaction that must be durable before anything is sent."""
         transaction = Transaction(cut_healed=True)
-        self.state.held = True
+        self.state.outputs_held = True
         for destination, stream in self._all_at_end(catching_up=False):
             end_position = stream.position
             rows, replaced = stream.heal_cut()

@@ -52,22 +52,22 @@ _SECOND_NS = 1_000_000_000
 
 
 class TokenBucket:
-    """Rate limit, of a caller's calls or of bytes. ``most``: allowed at once, and per second. ``left``: what is allowed
-    now; who takes more while anything is left pays it back later."""
+    """Rate limit, of a caller's calls or of bytes. ``capacity``: allowed at once, and per second. ``tokens``: what is
+    allowed now; who takes more while anything is left pays it back later."""
 
-    __slots__ = ("_filled_ns", "left", "most")
+    __slots__ = ("_filled_ns", "capacity", "tokens")
 
-    def __init__(self, most: int, now_ns: int = 0) -> None:
-        self.most = most
-        self.left = float(most)
+    def __init__(self, capacity: int, now_ns: int = 0) -> None:
+        self.capacity = capacity
+        self.tokens = float(capacity)
         self._filled_ns = now_ns
 
     def fill(self, now_ns: int) -> float:
         """Add what the time since the last fill allows, nothing if the clock was set back; return what is left."""
         passed_ns = min(max(0, now_ns - self._filled_ns), 3600 * _SECOND_NS)  # the clock can jump
-        self.left = min(float(self.most), self.left + passed_ns * self.most / _SECOND_NS)
+        self.tokens = min(float(self.capacity), self.tokens + passed_ns * self.capacity / _SECOND_NS)
         self._filled_ns = now_ns
-        return self.left
+        return self.tokens
 
 
 _arguments_of = decoding.Decoder(list[msgspec.Raw]).decode
@@ -89,43 +89,44 @@ def _is_below(subtrees: Sequence[str], calls: bytes, start: int, end: int) -> bo
 
 
 class Permissions:
-    """Permissions of the instance ``name``. ``given``: by caller; others can call the methods that are not for a role.
+    """Permissions of the instance ``name``. ``by_caller``: for named callers; others can call the methods that are
+    not for a role.
 
     ``has_keys``: callers prove their names. Without keys nobody can prove a name, so roles restrict nobody.
     """
 
-    def __init__(self, name: str, given: Mapping[str, Permission], *, has_keys: bool = False) -> None:
+    def __init__(self, name: str, by_caller: Mapping[str, Permission], *, has_keys: bool = False) -> None:
         self._name = name
         self._has_keys = has_keys
-        self._given: dict[str, Permission] = {}
+        self._by_caller: dict[str, Permission] = {}
         self._names: Mapping[int, str] | None = None  # of the app's own methods; None: the app has not named them
         self._groups: dict[str, frozenset[int]] = {}  # method IDs, by "@query", "@worker" and so on
         self._queries: frozenset[int] = frozenset()  # methods that only read
         self._for_roles: frozenset[int] = frozenset()  # methods that not every caller can call
         self._for_roles_of_instances: frozenset[int] = frozenset()  # methods that not every instance can call
         self._roles_known = False  # an app has connected, and has described its roles if it has any
-        self.takes_verdicts = False  # the app can leave out a call by a verdict; otherwise it carries out all
+        self.accepts_verdicts = False  # the app can leave out a call by a verdict; otherwise it carries out all
         self._allowed: dict[str, frozenset[int]] = {}  # method IDs, by caller that can't call all methods
         self._below: dict[str, dict[int, tuple[str, ...]]] = {}  # subtrees by method ID, by caller limited to subtrees
         self._buckets: dict[str, TokenBucket] = {}  # by caller with a rate
         self.held_back: Counter[str] = Counter()  # number of times that a caller's calls had to wait, since the start
-        self.change(given, has_keys=has_keys)
+        self.change(by_caller, has_keys=has_keys)
 
-    def change(self, given: Mapping[str, Permission], *, has_keys: bool) -> None:
+    def change(self, by_caller: Mapping[str, Permission], *, has_keys: bool) -> None:
         self._has_keys = has_keys
-        self._given = {name: permission for name, permission in given.items() if name != self._name}
+        self._by_caller = {name: permission for name, permission in by_caller.items() if name != self._name}
         before, self._buckets = self._buckets, {}
-        for caller, permission in self._given.items():
+        for caller, permission in self._by_caller.items():
             if permission.rate is not None:
                 known = before.get(caller)
-                same = known is not None and known.most == permission.rate
+                same = known is not None and known.capacity == permission.rate
                 self._buckets[caller] = known if known is not None and same else TokenBucket(permission.rate)
-        self._look_up()
+        self._resolve_methods()
 
-    def app_came(self, *, takes_verdicts: bool, describes: bool = False) -> None:
+    def app_connected(self, *, accepts_verdicts: bool, describes: bool = False) -> None:
         """Note an app's first message. ``describes``: an AppDescription follows, which names its methods."""
-        self.takes_verdicts = takes_verdicts
-        self._roles_known = not describes or not takes_verdicts
+        self.accepts_verdicts = accepts_verdicts
+        self._roles_known = not describes or not accepts_verdicts
         if self._roles_known:  # there are none
             self._for_roles = self._for_roles_of_instances = frozenset()
 
@@ -146,12 +147,12 @@ class Permissions:
         self._for_roles = frozenset().union(*roles) - self._groups.get(ANYBODYS, frozenset())
         self._for_roles_of_instances = self._for_roles - self._groups.get(INSTANCES, frozenset())
         self._roles_known = True
-        self._look_up()
+        self._resolve_methods()
 
-    def _look_up(self) -> None:
+    def _resolve_methods(self) -> None:
         self._allowed = {
             caller: self._method_ids(permission.methods)
-            for caller, permission in self._given.items()
+            for caller, permission in self._by_caller.items()
             if permission.methods is not None and ALL_METHODS not in permission.methods
         }
 
@@ -160,8 +161,8 @@ class Permissions:
     def _subtrees_of(self, caller: str) -> dict[int, tuple[str, ...]]:
         """Return the methods that ``caller`` can call only for some subtrees ("@writer:stocks"), without queries."""
         found: dict[int, tuple[str, ...]] = {}
-        for given in sorted(self._given[caller].methods or ()):
-            group, _, subtree = given.partition(":")
+        for right in sorted(self._by_caller[caller].methods or ()):
+            group, _, subtree = right.partition(":")
             for method_id in self._groups.get(group, frozenset()) - self._queries if subtree else ():
                 found[method_id] = (*found.get(method_id, ()), subtree)
         return found
@@ -172,7 +173,7 @@ class Permissions:
         named |= {NODE_METHOD_ID, HANDLES_METHOD_ID}  # a handle is itself the right to call its node
         if allowed & FENCING_METHODS:
             named |= {FENCING_METHOD_ID}
-        roles = [given for given in allowed if given.startswith(GROUP_MARK) and given != OWNERS]
+        roles = [right for right in allowed if right.startswith(GROUP_MARK) and right != OWNERS]
         if any(role != QUERIES for role in roles):
             roles.append(ANYBODYS)
         for role in roles:
@@ -181,7 +182,7 @@ class Permissions:
 
     def lacks_queries(self, caller: str) -> bool:
         """Return True if ``caller`` is allowed queries, but the app marks no method as one."""
-        return QUERIES in (self._given.get(caller, ANYTHING).methods or ()) and not self._queries
+        return QUERIES in (self._by_caller.get(caller, ANYTHING).methods or ()) and not self._queries
 
     def is_query(self, method_id: int) -> bool:
         """Return True if the app marks the method as a query."""
@@ -194,7 +195,7 @@ class Permissions:
     def _needs_roles(self, caller: str) -> bool:
         """Return True if methods with roles are closed to ``caller``: its settings list no methods, and it is not
         the owner."""
-        return self._has_keys and caller != self._name and self._given.get(caller, ANYTHING).methods is None
+        return self._has_keys and caller != self._name and self._by_caller.get(caller, ANYTHING).methods is None
 
     def wait_reason(self, caller: str, *, is_instance: bool = False) -> str:
         """Return why the calls of ``caller`` can't be checked yet; "" if they can.
@@ -205,7 +206,7 @@ class Permissions:
             if self._roles_known or is_instance or not self._needs_roles(caller):
                 return ""
             return f"the app of {self._name!r} has not said yet which of its methods are for some callers only"
-        if self._names is not None and self.takes_verdicts:
+        if self._names is not None and self.accepts_verdicts:
             return ""
         return (
             f"{self._name!r} lets {caller!r} call some methods only, and its app has not said yet which those are (one "
@@ -221,9 +222,9 @@ class Permissions:
         bucket = self._buckets.get(caller)
         if bucket is None:
             return False
-        return bucket.fill(now_ns) < max(1.0, bucket.most / 4)  # for less another try is not worth it
+        return bucket.fill(now_ns) < max(1.0, bucket.capacity / 4)  # for less another try is not worth it
 
-    def first_of(self, caller: str, calls: bytes, count: int, open_count: int | None, now_ns: int) -> tuple[int, int]:
+    def admit(self, caller: str, calls: bytes, count: int, open_count: int | None, now_ns: int) -> tuple[int, int]:
         """Return how many of the ``count`` packed RPC messages are accepted now, and where they end. Count them.
 
         ``open_count``: unanswered calls of a client. None: the caller is a peer, whose open calls delay nothing
@@ -233,7 +234,7 @@ class Permissions:
         if open_count is None:
             open_count = 0
         else:
-            concurrent = self._given.get(caller, ANYTHING).concurrent
+            concurrent = self._by_caller.get(caller, ANYTHING).concurrent
         if bucket is None and concurrent is None:
             return count, len(calls)
         if bucket is not None:
@@ -241,16 +242,16 @@ class Permissions:
         taken = offset = 0
         for _, start, end in decode_messages(calls):
             if calls[start] == RpcKind.CALL:
-                if (bucket is not None and bucket.left < 1) or (concurrent is not None and open_count >= concurrent):
+                if (bucket is not None and bucket.tokens < 1) or (concurrent is not None and open_count >= concurrent):
                     self.held_back[caller] += 1
                     break
                 open_count += 1
                 if bucket is not None:
-                    bucket.left -= 1
+                    bucket.tokens -= 1
             taken, offset = taken + 1, end
         return taken, offset
 
-    def forbidden(self, caller: str, calls: bytes, *, is_instance: bool = False) -> list[tuple[int, str]]:
+    def find_forbidden(self, caller: str, calls: bytes, *, is_instance: bool = False) -> list[tuple[int, str]]:
         """Return the packed RPC messages that ``caller`` is not allowed to send: (index, method name).
 
         Answers are never among them. ``calls`` were checked before. ``is_instance``: the caller is a peer."""

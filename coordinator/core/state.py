@@ -55,7 +55,7 @@ class CoreState:
         self.pause = Pause(self)
         self.shutdown = Shutdown(self)
         self.app_knows_extensions = False  # its calls and answers say who waits, see WIRE.md, part 4.1
-        self.app_takes_verdicts = False  # it can leave out a call that is refused
+        self.app_accepts_verdicts = False  # it can leave out a call that is refused
 
         # Streams to and from other instances.
         self.epoch = 0
@@ -66,9 +66,9 @@ class CoreState:
         self.accepting = False  # new input is accepted: this process writes the log, and is not stopping
         self.following = False  # another process writes the log: the app's outputs are not sent
         self.catching_up = False  # a replay makes messages again: receivers may have more than it has made yet
-        self.held = False  # nothing is sent until what replaces a cut's losses, or a taken-back message, is durable
-        self.held_ticket = 0  # commit of the last verdict: what the app sends after the verdict waits for it
-        self.wants_replies = True  # something is held up until a receiver answers
+        self.outputs_held = False  # until what replaces a cut's losses, or a taken-back message, is durable
+        self.last_verdict_ticket = 0  # commit of the last verdict: what the app sends after the verdict waits for it
+        self.awaits_replies = True  # something is held up until a receiver answers
         self.trim_ticket = 0  # commit after which acknowledged spilled outputs can be removed from the log; 0: none
 
         self.timers = Timers(self)
@@ -87,7 +87,7 @@ class CoreState:
         while self._answers and self._answers[0][0] <= ticket:
             self.effects.append(self._answers.popleft()[1])
 
-    def take_effects(self) -> Sequence[Effect]:
+    def pop_effects(self) -> Sequence[Effect]:
         """Return the effects since the last call, and clear them."""
         effects = self.effects
         if not effects:
@@ -172,7 +172,7 @@ class Versions:
         self._upcoming.append(start)
         return True
 
-    def began(self, start: VersionStart) -> None:
+    def version_began(self, start: VersionStart) -> None:
         self.starts.append(start)
         self.upgrade_to = None
 
@@ -184,7 +184,7 @@ class Versions:
         """Return True if another version begins after this record."""
         return bool(self._upcoming) and fed_sequence_id >= self._upcoming[0].sequence_id
 
-    def take_next(self) -> VersionStart:
+    def pop_next(self) -> VersionStart:
         return self._upcoming.popleft()
 
 
@@ -248,21 +248,20 @@ class LogCapacity:
         self.space: LogSpace | None = None
         self._name = name
         self._limits = limits
-        self._asked_at = -2  # the record after which a checkpoint was last asked for
-        self._asked = 0  # number of requests at that record
+        self._requested_at = -2  # the record after which a checkpoint was last asked for
+        self._request_count = 0  # number of requests at that record
 
     def measured(self, space: LogSpace) -> bool:
         """Note a measurement; return True if :attr:`full` has changed. A full log has room at 90 % of its limit."""
         self.space = space
         limits, was_full = self._limits, bool(self.full)
-        most_bytes = limits.log_limit_bytes
-        least_bytes = limits.disk_free_bytes_min
-        too_large = most_bytes is not None and space.used_bytes > (most_bytes * 9 // 10 if was_full else most_bytes)
-        too_little = space.free_bytes < (least_bytes * 11 // 10 if was_full else least_bytes)
+        used_max, free_min = limits.log_limit_bytes, limits.disk_free_bytes_min
+        too_large = used_max is not None and space.used_bytes > (used_max * 9 // 10 if was_full else used_max)
+        too_little = space.free_bytes < (free_min * 11 // 10 if was_full else free_min)
         if was_full == (too_large or too_little):
             return False
         self.full = self._reason(space, too_large=too_large) if not was_full else ""
-        self._asked_at = -2
+        self._requested_at = -2
         return True
 
     def _reason(self, space: LogSpace, *, too_large: bool) -> str:
@@ -282,10 +281,10 @@ class LogCapacity:
         behind = durable_sequence_id - last.sequence_id
         if fed_sequence_id < durable_sequence_id and (fed_sequence_id - last.sequence_id) * 4 < behind:
             return False
-        if self._asked_at != fed_sequence_id:
-            self._asked_at, self._asked = fed_sequence_id, 0
-        self._asked += 1
-        return self._asked <= CHECKPOINTS_IN_ONE_PLACE_MAX
+        if self._requested_at != fed_sequence_id:
+            self._requested_at, self._request_count = fed_sequence_id, 0
+        self._request_count += 1
+        return self._request_count <= CHECKPOINTS_IN_ONE_PLACE_MAX
 
 
 def _mib_text(size_bytes: int) -> str:

@@ -29,7 +29,7 @@ class StatusView:
         return {name: _describe_peer(peers, name) | {"held_up": name in held_up_for} for name in names}
 
     def clients(self) -> dict[str, object]:
-        """Return values about clients for the web page: their ``count``, and the CLIENTS_TOLD_MAX last heard, newest
+        """Return values about clients for the web page: their ``count``, and the CLIENTS_SHOWN_MAX last heard, newest
         first.
 
         ``owner``: whose keys the client uses; ``time_ns``: of its last request, since the Unix epoch.
@@ -45,7 +45,7 @@ class StatusView:
                 "replies": len(client.replies),
                 "bytes": client.size_bytes,
             }
-            for client_id, client in table.recently_used(CLIENTS_TOLD_MAX)
+            for client_id, client in table.recently_used(CLIENTS_SHOWN_MAX)
         ]
         return {"count": len(table), "clients": found}
 
@@ -115,7 +115,7 @@ class StatusView:
         }
 
 
-CLIENTS_TOLD_MAX = 200
+CLIENTS_SHOWN_MAX = 200
 
 
 def describe(state: CoreState, peers: Peers, now_ns: int) -> dict[str, object]:

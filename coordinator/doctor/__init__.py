@@ -23,7 +23,7 @@ def examine(registry: Registry) -> Iterator[Finding]:
     yield from installation.findings()
     yield from home.findings(registry)
     settings = _readable(registry)
-    for folder in _one_of_each_disk([registry.home, *map(_log_folder, settings)]):
+    for folder in _distinct_disks([registry.home, *map(_log_folder, settings)]):
         yield from machine.findings(folder)
     yield from machine.clock_findings(_files(registry.home))
     yield from machine.limit_findings(len(settings))
@@ -54,7 +54,7 @@ def _log_folder(settings: InstanceSettings) -> Path:
     return Path(split_url(settings.log)[1]) if is_in_folder(settings.log) else settings.folder
 
 
-def _one_of_each_disk(folders: list[Path]) -> Iterator[Path]:
+def _distinct_disks(folders: list[Path]) -> Iterator[Path]:
     seen: set[int] = set()
     for folder in folders:
         device = os.stat(machine.existing(folder)).st_dev

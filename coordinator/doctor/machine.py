@@ -50,7 +50,7 @@ class _Timex(ctypes.Structure):
 def clock_findings(files: Iterable[Path]) -> Iterator[Finding]:
     """Check that the clock is synchronised, is fast to read, and has not gone back. ``files``: those of the home."""
     yield _synchronised()
-    yield from _gone_back(files)
+    yield from _clock_steps_back(files)
     source = _text(_SOURCE).strip()
     if source in _SLOW_SOURCES:
         yield note(
@@ -81,7 +81,7 @@ def _synchronised() -> Finding:
     return ok(CLOCK, f"the clock is synchronised, right to {timex.max_error_us / 1000:.1f} ms at worst")
 
 
-def _gone_back(files: Iterable[Path]) -> Iterator[Finding]:
+def _clock_steps_back(files: Iterable[Path]) -> Iterator[Finding]:
     newest_s, newest = 0.0, None
     for path in files:
         try:

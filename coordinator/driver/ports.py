@@ -36,9 +36,9 @@ class AppPort(Protocol):
     def resume(self, effect: ef.ResumeApp, /) -> None: ...
 
     def flush(self) -> Sequence[Event]:
-        """Send what the app's socket takes now; return the resulting events, except those of :meth:`take_sent`."""
+        """Send what the app's socket takes now; return its events, except those of :meth:`pop_sent_events`."""
 
-    def take_sent(self) -> Sequence[Event]:
+    def pop_sent_events(self) -> Sequence[Event]:
         """Return how much the app has taken since the last call; it can wait for the next event."""
 
 
@@ -56,7 +56,7 @@ class PeerPort(Protocol):
 
     def reply_to_client(self, effect: ef.ReplyToClient, /) -> None: ...
 
-    def hold(self) -> None:
+    def begin_turn(self) -> None:
         """Begin a turn, which ends with :meth:`flush`."""
 
     @property
@@ -89,9 +89,9 @@ class LogPort(Protocol):
 
     def trim(self, effect: ef.Trim, /) -> None: ...
 
-    def request_standby_checkpoint(self, effect: ef.AskStandby, /) -> None: ...
+    def request_standby_checkpoint(self, effect: ef.RequestStandbyCheckpoint, /) -> None: ...
 
-    def cancel_standby_request(self, effect: ef.DropAsked, /) -> None: ...
+    def cancel_standby_request(self, effect: ef.CancelStandbyRequest, /) -> None: ...
 
     def offer(self, effect: Offered, /) -> None:
         """Write a follower's chunk to the writer's log. Each chunk is answered, even if the log is unreachable."""
@@ -110,7 +110,7 @@ class ClockPort(Protocol):
     def now_ns(self) -> int:
         """Return the time, ns since the Unix epoch."""
 
-    def take_events(self) -> Sequence[Event]:
+    def pop_events(self) -> Sequence[Event]:
         """Return the clock events that the machine must handle before the time of :meth:`now_ns`."""
 
     def wake_at(self, effect: ef.WakeAt, /) -> None: ...
@@ -222,7 +222,7 @@ class PlainApp:
     def flush(self) -> Sequence[ev.Event]:
         return ()
 
-    def take_sent(self) -> Sequence[ev.Event]:
+    def pop_sent_events(self) -> Sequence[ev.Event]:
         return ()
 
 
@@ -230,7 +230,7 @@ class PlainPeers:
     """Peer port without a network: frames go nowhere, and answers never wait."""
 
     has_new = replies_wait = False
-    open = send = reset = reply = reply_to_client = hold = flush = receive = ignore
+    open = send = reset = reply = reply_to_client = begin_turn = flush = receive = ignore
 
 
 class PlainLog:
@@ -282,7 +282,7 @@ class SetClock:
     def now_ns(self) -> int:
         return self.time_ns
 
-    def take_events(self) -> Sequence[ev.Event]:
+    def pop_events(self) -> Sequence[ev.Event]:
         return ()
 
 

@@ -55,8 +55,8 @@ class Driver:
             ef.ReadRecords: log.submit,
             ef.ReadSpilled: log.submit,
             ef.ReadLetters: log.submit,
-            ef.AskStandby: log.request_standby_checkpoint,
-            ef.DropAsked: log.cancel_standby_request,
+            ef.RequestStandbyCheckpoint: log.request_standby_checkpoint,
+            ef.CancelStandbyRequest: log.cancel_standby_request,
             ef.OfferChunk: log.offer,
             ef.OfferCheckpoint: log.offer,
             ef.Trim: log.trim,
@@ -91,10 +91,10 @@ class Driver:
         app, peers, log, clock = self._app, self._peers, self._log, self._clock
         while inbox and not machine.stopped:
             now_ns = clock.now_ns()
-            events = [*clock.take_events(), *app.take_sent(), *inbox]
+            events = [*clock.pop_events(), *app.pop_sent_events(), *inbox]
             inbox.clear()
-            peers.hold()
-            replies = self._carry_out(machine.take(events, now_ns))
+            peers.begin_turn()
+            replies = self._carry_out(machine.handle(events, now_ns))
             replies += self._carry_out(machine.advance())
             for reply in replies:
                 self._act(reply)
@@ -118,7 +118,7 @@ class Driver:
                 self._act(effect)
         self.inbox += self._app.flush()
         if self.machine.waits_for_app:
-            self.inbox += self._app.take_sent()
+            self.inbox += self._app.pop_sent_events()
         return replies
 
     def _act(self, effect: ef.Effect) -> None:

@@ -92,7 +92,7 @@ class Registry:
         self.copy = shared_registry.copy_of(self.home)
         self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
         self._values: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # as written
-        self._looked_at = False  # the folder's modes were checked
+        self._are_modes_checked = False  # the folder's modes were checked
 
     def path(self, name: str) -> Path:
         """Return the path of the settings file of ``name``."""
@@ -160,7 +160,7 @@ class Registry:
         check_instance_name(name)
         if self.copy is not None:
             given = {"log": self.copy.url} | given
-            _make_schema(self.copy.log_of(name))
+            _create_schema(self.copy.log_of(name))
         with self.locked():
             path = self.path(name)
             if path.exists():
@@ -206,7 +206,7 @@ class Registry:
         names = self.names()
         for name in names:
             self.load(name)  # all of them, or none
-        _make_schema(f"{url}#registry")
+        _create_schema(f"{url}#registry")
         with self.locked():
             names += self.client_names(names)
             files = {
@@ -219,29 +219,29 @@ class Registry:
         return names
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         """Keep the copy of a shared registry up to date while the context is open."""
         with contextlib.nullcontext() if self.copy is None else self.copy.kept():
             yield
 
     def _with_ports(self, values: dict[str, Any]) -> dict[str, Any]:
         """Replace each request for a free port in ``values`` by a port; return ``values``."""
-        taken = self._ports_taken()
+        used_ports = self._ports_taken()
         address = split_tcp(values["peer"])
         if address is not None and address[1] == 0:
-            port = free_port((address[0],), taken)
+            port = free_port((address[0],), used_ports)
             values["peer"] = values["peer"].removesuffix("*") + str(port)
-            taken.add(port)
+            used_ports.add(port)
         elif address is not None:
-            taken.add(address[1])
+            used_ports.add(address[1])
         if values.keys() & {"app_host", "app_send_port"} or values.get("app_auth") == AppAuth.NONE:
             values.setdefault("app_port", "*")
         keys = ("app_port", "app_send_port")
-        taken.update(values[key] for key in keys if isinstance(values.get(key), int))
+        used_ports.update(values[key] for key in keys if isinstance(values.get(key), int))
         for key in keys:
             if values.get(key) in (0, "*"):
-                values[key] = free_port(hosts_of(values.get("app_host", LOCALHOST)), taken)
-                taken.add(values[key])
+                values[key] = free_port(hosts_of(values.get("app_host", LOCALHOST)), used_ports)
+                used_ports.add(values[key])
         return values
 
     def remember_app(self, name: str, app: str) -> InstanceSettings:
@@ -291,12 +291,12 @@ class Registry:
 
     def _refuse_open(self) -> None:
         """Raise RegistryError if others can write to the home. Checked once, so that a running process continues."""
-        if self._looked_at:
+        if self._are_modes_checked:
             return
         problem = openness(self.home)
         if problem is not None:
             raise RegistryError(f"the registry folder {problem}")
-        self._looked_at = True
+        self._are_modes_checked = True
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -397,7 +397,7 @@ def _share(path: Path, text: str | None) -> bool:
     return True
 
 
-def _make_schema(url: str) -> None:
+def _create_schema(url: str) -> None:
     """Create the registry's tables if the database has none. Raises RegistryError."""
     from immortal.coordinator.log.open import place_of
 
@@ -419,8 +419,8 @@ def _require_backend(url: str) -> None:
         raise RegistryError(str(error)) from None
 
 
-def free_port(hosts: Sequence[str], taken: Set[int]) -> int:
-    """Return a port that nobody listens at on any of ``hosts`` and that is not in ``taken``. Raises RegistryError.
+def free_port(hosts: Sequence[str], used_ports: Set[int]) -> int:
+    """Return a port that nobody listens at on any of ``hosts`` and that is not in ``used_ports``. Raises RegistryError.
 
     The port is one of those that IMMORTAL_PORTS names. Without that variable it is outside the range from which the
     kernel takes ports for outgoing connections: such a port could be in use when the coordinator restarts after a
@@ -429,7 +429,7 @@ def free_port(hosts: Sequence[str], taken: Set[int]) -> int:
     asked = os.environ.get(PORTS_VARIABLE)
     for port in _any_ports() if asked is None else _shuffled(_ports_asked(asked)):
         found = _bind(hosts[0], port)
-        if found is None or found in taken:
+        if found is None or found in used_ports:
             continue
         if all(_bind(other, found) is not None for other in hosts[1:]):
             return found

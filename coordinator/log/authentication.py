@@ -67,7 +67,7 @@ class LogKey:
         return hashlib.blake2b(self.secret, digest_size=8, person=b"immortal key id").hexdigest()
 
 
-def parse_keys(text: str, where: str) -> tuple[LogKey, ...]:
+def parse_keys(text: str, label: str) -> tuple[LogKey, ...]:
     """Decode keys in hex, one a line, the one in use first. Raises LogKeyError, which does not show the text."""
     try:
         keys = tuple(LogKey(bytes.fromhex(line)) for line in text.split())
@@ -75,7 +75,7 @@ def parse_keys(text: str, where: str) -> tuple[LogKey, ...]:
         keys = ()
     if not keys or any(len(key.secret) != KEY_SIZE_BYTES for key in keys):
         raise LogKeyError(
-            f"{where} does not hold keys of a log: one a line was expected, {2 * KEY_SIZE_BYTES} hex digits;"
+            f"{label} does not hold keys of a log: one a line was expected, {2 * KEY_SIZE_BYTES} hex digits;"
             " restore it from a copy"
         )
     return keys

@@ -37,7 +37,7 @@ class Span(NamedTuple):
     end: bytes | None = None
 
     @classmethod
-    def of_one(cls, table: str, key: bytes) -> Span:
+    def of_key(cls, table: str, key: bytes) -> Span:
         return cls(table, key, key + b"\0")
 
     @classmethod
@@ -113,7 +113,7 @@ class ReadBackend(Protocol):
     """Log open for reading, beside its writer. For one thread."""
 
     identity: LogIdentity
-    where: str
+    label: str
     """Name of the log for messages, such as its folder."""
 
     def view(self, *, copies: bool = False) -> AbstractContextManager[View]:
@@ -230,7 +230,7 @@ class Backend(ReadBackend, Protocol):
 
     def renew_key(self) -> None:
         """Begin a new data key with the next append, which wraps all by the operator's present key. Raises LogError."""
-        raise LogError(f"the log {self.where} is not encrypted")
+        raise LogError(f"the log {self.label} is not encrypted")
 
     def check_end(self, mac: Mac | None) -> list[str]:
         """Check that all committed data is there, if the backend can tell. Return messages about the check itself.
@@ -246,20 +246,20 @@ class Backend(ReadBackend, Protocol):
 
     def export_cut_rows(self, name: str, rows: Iterable[Row]) -> Path:
         """Write ``rows``, ordered by table and key, into a separate log; return its path."""
-        raise only_in_folders(self.where, "cut")
+        raise only_in_folders(self.label, "cut")
 
     def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
         """Ask the standby ``name`` for that checkpoint. Answers to earlier requests are then rejected.
 
-        Raises LogUnavailableError, LogError; so do :meth:`cancel_standby_request` and :meth:`take_standby_offer`.
+        Raises LogUnavailableError, LogError; so do :meth:`cancel_standby_request` and :meth:`poll_standby_offer`.
         """
-        raise LogError(f"nobody else writes chunks into {self.where}")
+        raise LogError(f"nobody else writes chunks into {self.label}")
 
     def cancel_standby_request(self) -> None:
         """Cancel the request for a standby's checkpoint, if there is one."""
         return
 
-    def take_standby_offer(self) -> bytes | None:
+    def poll_standby_offer(self) -> bytes | None:
         """Return the latest standby's encoded answer; None: there is none yet."""
         return None
 
@@ -296,7 +296,7 @@ class Place(Protocol):
         self.location = location
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         """Name of the log for messages."""
         return f"{self.scheme}:{self.location}"
 
@@ -360,7 +360,7 @@ class Place(Protocol):
 
     def remove(self) -> None:
         """Remove the log for good. Raises LogError, OSError."""
-        raise only_in_folders(self.where, "removed from here")
+        raise only_in_folders(self.label, "removed from here")
 
     def durability(self) -> list[str]:
         """Return the losses that failures of one machine would cause, one sentence each."""
@@ -375,30 +375,30 @@ class Place(Protocol):
 
         Raises LogError.
         """
-        raise LogError(f"{self.where} has no roles: a log or registry in PostgreSQL was expected")
+        raise LogError(f"{self.label} has no roles: a log or registry in PostgreSQL was expected")
 
     def make_private(self) -> str | None:
         """Remove other users' access; return a message if they had any."""
         return None
 
-    def findings(self, *, held: bool) -> Iterator[Finding]:
-        """Find damage in a log's files before it is opened. ``held``: the caller holds the log, see :meth:`hold`."""
+    def findings(self, *, lock_held: bool) -> Iterator[Finding]:
+        """Find damage in a log's files before it is opened. ``lock_held``: by the caller, see :meth:`lock`."""
         return iter(())
 
-    def hold(self) -> Callable[[], None]:
+    def lock(self) -> Callable[[], None]:
         """Exclude other processes that write the log, until the returned function is called. Raises LogLockedError."""
-        raise only_in_folders(self.where, "cut")
+        raise only_in_folders(self.label, "cut")
 
-    def open_held(self, instance_name: str) -> Backend:
-        """Open for writing a log that this process holds, see :meth:`hold`. Raises like :meth:`open`."""
-        raise only_in_folders(self.where, "cut")
+    def open_locked(self, instance_name: str) -> Backend:
+        """Open for writing a log that this process has locked, see :meth:`lock`. Raises like :meth:`open`."""
+        raise only_in_folders(self.label, "cut")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
         """Copy ``source`` here, over an earlier copy if there is one; return the number of records copied.
 
         Raises ValueError if something else is here.
         """
-        raise LogError(f"the log {self.where} can't be made as a copy: in a folder or in PostgreSQL it can")
+        raise LogError(f"the log {self.label} can't be made as a copy: in a folder or in PostgreSQL it can")
 
 
 class StandbyCheckpointRequest(Struct, frozen=True):
@@ -412,13 +412,13 @@ class StandbyCheckpointRequest(Struct, frozen=True):
 class StandbyRegistration(Protocol):
     """Registration of a follower with the writer. For one thread."""
 
-    asked: StandbyCheckpointRequest | None
+    request: StandbyCheckpointRequest | None
     """The latest known request of the writer for a checkpoint."""
 
-    def put_chunk(self, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
+    def put_chunk(self, request: StandbyCheckpointRequest, index: int, value: bytes) -> None:
         """Store a sealed chunk under its own new key. Raises LogError if the request was cancelled."""
 
-    def offer(self, asked: StandbyCheckpointRequest, offer: bytes) -> None:
+    def offer(self, request: StandbyCheckpointRequest, offer: bytes) -> None:
         """Tell the writer that all chunks are written. Raises LogError."""
 
     def report_ready(self, *, is_ready: bool) -> None:
@@ -456,8 +456,8 @@ class Options(Struct, frozen=True):
     checkpoints_to: str = ""
 
 
-def only_in_folders(where: str, what: str) -> LogError:
-    return LogError(f"the log {where} can't be {what}: only a log in a folder (lmdb:) can")
+def only_in_folders(label: str, what: str) -> LogError:
+    return LogError(f"the log {label} can't be {what}: only a log in a folder (lmdb:) can")
 
 
 # Rows in groups: appends, objects and transactions have a limited size.
@@ -522,7 +522,7 @@ class RemovalBudget(Struct):
     def exhausted(self) -> bool:
         return self.rows_left <= 0 or self.bytes_left <= 0
 
-    def take(self, size_bytes: int) -> None:
+    def spend(self, size_bytes: int) -> None:
         self.rows_left -= 1
         self.bytes_left -= size_bytes
 
@@ -533,7 +533,7 @@ class RemovalBudget(Struct):
             key = bytes(key_view)
             if self.exhausted or key >= end:
                 break
-            self.take(size_bytes)
+            self.spend(size_bytes)
             last_key = key
         if last_key is None:
             return []

@@ -120,7 +120,7 @@ def _attempt(view: View, checkpoint_id: int) -> list[Span]:
         not view_queries.has_readable_header(view, checkpoint_id),
         f"checkpoint {checkpoint_id} is complete already",
     )
-    return [Span.of_one("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)), *checkpoint_spans(checkpoint_id)]
+    return [Span.of_key("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)), *checkpoint_spans(checkpoint_id)]
 
 
 def half_written(view: View) -> Changes:
@@ -140,7 +140,7 @@ def half_written(view: View) -> Changes:
     return changes
 
 
-# Trimming: removes data that no kept checkpoint needs, in bounded steps (docs/decisions/0002-trim-in-steps.md).
+# Trimming: removes data that no kept checkpoint needs, in bounded steps (docs/decisions/0002-trim-in-bounded-steps.md).
 
 
 class Retention(Struct, frozen=True):
@@ -183,7 +183,7 @@ class Retention(Struct, frozen=True):
 
 
 def trim_step(
-    view: View, keep: Retention | None, damaged_ids: Collection[int], budget: RemovalBudget
+    view: View, retention: Retention | None, damaged_ids: Collection[int], budget: RemovalBudget
 ) -> tuple[Changes, bool]:
     """Return the changes of one removal step, and True if spilled rows are among them.
 
@@ -195,15 +195,15 @@ def trim_step(
         if not budget.exhausted:
             changes.deletes += view_queries.trim(view, "spilled", destination, position, budget)
     from_spilled = bool(changes.deletes)
-    if keep is not None and not budget.exhausted:
-        _trim_history(view, changes, keep, damaged_ids, acknowledged, budget)
+    if retention is not None and not budget.exhausted:
+        _trim_history(view, changes, retention, damaged_ids, acknowledged, budget)
     return changes, from_spilled
 
 
 def _trim_history(
     view: View,
     changes: Changes,
-    keep: Retention,
+    retention: Retention,
     damaged_ids: Collection[int],
     acknowledged: Mapping[str, int],
     budget: RemovalBudget,
@@ -212,7 +212,7 @@ def _trim_history(
 
     So a crash between two steps never leaves an incomplete checkpoint that looks complete.
     """
-    oldest = keep.oldest_kept(_valid_headers(view, damaged_ids), _sizes_behind(view))
+    oldest = retention.oldest_kept(_valid_headers(view, damaged_ids), _sizes_behind(view))
     if oldest is None:
         return
     changes.deletes += budget.spend_span(view, "checkpoints", SEQUENCE_KEY.pack(oldest.checkpoint_id))

@@ -43,8 +43,8 @@ class LogCutter:
         self._instance_name = instance_name
         self._keys = keys
         if not self._place.exists():
-            raise LogError(f"there is no log in {self._place.where}")
-        self._release = self._place.hold()
+            raise LogError(f"there is no log in {self._place.label}")
+        self._release = self._place.lock()
 
     def __enter__(self) -> LogCutter:
         return self
@@ -84,7 +84,7 @@ class LogCutter:
         The rest of an authenticated log stays authenticated with the same key; the removed part is not authenticated.
         Raises LogError; then the log is unchanged.
         """
-        with contextlib.closing(unlocked(self._place, self._place.open_held(self._instance_name))) as backend:
+        with contextlib.closing(unlocked(self._place, self._place.open_locked(self._instance_name))) as backend:
             backend.flush()
             with backend.view() as view:
                 checkpoint_ids = cut_checkpoint_ids(view, plan.sequence_id)
@@ -94,7 +94,7 @@ class LogCutter:
             try:
                 backend.append(append)
             except LogFullError as error:
-                raise LogError(f"the log in {self._place.where} could not be cut, and is unchanged: {error}") from error
+                raise LogError(f"the log in {self._place.label} could not be cut, and is unchanged: {error}") from error
             return kept
 
     def _removal(self, view: View, backend: Backend, sequence_id: int, checkpoint_ids: list[int]) -> Append:
@@ -269,7 +269,7 @@ def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:
     spans += [Span(table, log_format.record_key(sequence_id)) for table in ("verdicts", "letters")]
     for checkpoint_id in checkpoint_ids:
         spans += [
-            Span.of_one("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)),
+            Span.of_key("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)),
             *checkpoint_spans(checkpoint_id),
         ]
     return spans

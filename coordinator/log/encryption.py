@@ -56,7 +56,7 @@ _NUMBER = struct.Struct(">I")  # the first part of a nonce; the other is a count
 _NONCE_SIZE_BYTES = 12
 _TAG_SIZE_BYTES = 16
 _KEY_SIZE_BYTES = 32
-_WHOSE = struct.Struct("<QQI")
+_ASSOCIATED = struct.Struct("<QQI")
 
 
 def _associated(table: str, key: bytes) -> bytes | None:
@@ -156,7 +156,7 @@ class DataKeys:
             if number not in self._secrets:
                 key = self._key_of(one)
                 try:
-                    secret = AESGCM(key.secret).decrypt(one.nonce, one.wrapped, self._whose(number))
+                    secret = AESGCM(key.secret).decrypt(one.nonce, one.wrapped, self._associated_data(number))
                 except InvalidTag:
                     raise DamagedLogError(
                         f"data key {number} of the log is not what {key.id} has wrapped", -1
@@ -211,11 +211,11 @@ class DataKeys:
 
     def _wrapped(self, number: int, secret: bytes, key: LogKey) -> Row:
         nonce = secrets.token_bytes(_NONCE_SIZE_BYTES)
-        wrapped = AESGCM(key.secret).encrypt(nonce, secret, self._whose(number))
+        wrapped = AESGCM(key.secret).encrypt(nonce, secret, self._associated_data(number))
         return meta_row(b"%s%08x" % (META_DATA_KEY, number), WrappedKey(key.id, nonce, wrapped))
 
-    def _whose(self, number: int) -> bytes:
-        return _WHOSE.pack(self._identity.committer_id, self._identity.created_ns, number)
+    def _associated_data(self, number: int) -> bytes:
+        return _ASSOCIATED.pack(self._identity.committer_id, self._identity.created_ns, number)
 
 
 class Encryptor:

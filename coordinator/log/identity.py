@@ -85,22 +85,22 @@ def first_and_last_sequence_id(view: TableReader) -> tuple[int, int]:
     return last + 1, last
 
 
-def read_identity(view: TableReader, where: str, instance_name: str | None) -> LogIdentity:
+def read_identity(view: TableReader, label: str, instance_name: str | None) -> LogIdentity:
     """Read the log's identity. Raises LogFormatError (none, or a newer version), LogIdentityError, DamagedLogError."""
-    version = check_format(view, where)
-    name = _required(view, where, log_format.META_INSTANCE, log_format.TEXT)
+    version = check_format(view, label)
+    name = _required(view, label, log_format.META_INSTANCE, log_format.TEXT)
     if instance_name is not None and name != instance_name:
         raise LogIdentityError(
-            f"the log in {where} belongs to instance {name!r}, not to {instance_name!r}: check the log folder's path"
+            f"the log in {label} belongs to instance {name!r}, not to {instance_name!r}: check the log folder's path"
         )
-    committer_id = _required(view, where, log_format.META_COMMITTER_ID, log_format.INT)
-    created_ns = _required(view, where, log_format.META_CREATED, log_format.INT)
+    committer_id = _required(view, label, log_format.META_COMMITTER_ID, log_format.INT)
+    created_ns = _required(view, label, log_format.META_CREATED, log_format.INT)
     return LogIdentity(version, name, committer_id, created_ns)
 
 
-def check_format(view: TableReader, where: str) -> int:
+def check_format(view: TableReader, label: str) -> int:
     """Return the format version. Raises LogFormatError if this program does not read it, DamagedLogError."""
-    version = _required(view, where, log_format.META_FORMAT, log_format.INT)
+    version = _required(view, label, log_format.META_FORMAT, log_format.INT)
     if version in log_format.FORMAT_VERSIONS_READ:
         return version
     if version > log_format.ENCRYPTED_VERSION:
@@ -108,17 +108,17 @@ def check_format(view: TableReader, where: str) -> int:
     else:
         remedy = "no release wrote it, and none reads it; move that folder away to start with a new, empty log"
     raise LogFormatError(
-        f"the log in {where} has format version {version}, this program reads version"
+        f"the log in {label} has format version {version}, this program reads version"
         f" {log_format.ENCRYPTED_VERSION}: {remedy}"
     )
 
 
 def _required(
-    view: TableReader, where: str, key: bytes, decoder: decoding.Decoder[log_format.Decoded]
+    view: TableReader, label: str, key: bytes, decoder: decoding.Decoder[log_format.Decoded]
 ) -> log_format.Decoded:
     value = meta_value(view, key, decoder)
     if value is None:
-        raise LogFormatError(f"there is no complete log in {where}: its meta table has no {key.decode()!r}")
+        raise LogFormatError(f"there is no complete log in {label}: its meta table has no {key.decode()!r}")
     return value
 
 

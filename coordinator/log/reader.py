@@ -60,7 +60,7 @@ class LogReader:
     """Reader of one log, from :func:`immortal.coordinator.log.open_reader`. No view stays open between calls."""
 
     def __init__(self, backend: ReadBackend) -> None:
-        self.where = backend.where
+        self.where = backend.label
         self.identity = backend.identity
         self.problems: list[str] = []
         self.macs: Macs | None = None

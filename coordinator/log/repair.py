@@ -28,7 +28,7 @@ class RepairedSource(Struct, frozen=True):
 
     damaged_key: bytes
     key: bytes
-    known: SourcePosition
+    source: SourcePosition
     how: str
 
 
@@ -52,9 +52,9 @@ def plan_source_repair(view: View, committer_id: int) -> list[RepairedSource]:
             if name not in found:
                 raise DamagedLogError(f"{problem}, and no kept record has a position of that stream", -1)
             sequence_id, position = found[name]
-            known = SourcePosition(committers[name], 0, position)
+            source = SourcePosition(committers[name], 0, position)
             plan.append(
-                RepairedSource(key, key, known, f"{problem}: position {position} is taken from record {sequence_id}")
+                RepairedSource(key, key, source, f"{problem}: position {position} is taken from record {sequence_id}")
             )
     return plan
 
@@ -69,7 +69,7 @@ def repair_sources(view: View, committer_id: int) -> tuple[Changes, list[str]]:
         kept = ((key, value) for key, value in Span("sources").rows(view) if key not in damaged)
         changes.puts += [("sources", key, bytes(value)) for key, value in kept]
     for row in plan:
-        payload = (row.known.committer_id, row.known.epoch, row.known.position)
+        payload = (row.source.committer_id, row.source.epoch, row.source.position)
         changes.puts.append(("sources", row.key, log_format.seal(_TABLE, row.key, payload)))
     return changes, [row.how for row in plan]
 

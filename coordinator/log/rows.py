@@ -28,7 +28,7 @@ class Changes(Struct):
         return bool(self.puts or self.deletes)
 
     def remove(self, table: str, key: bytes) -> None:
-        self.deletes.append(Span.of_one(table, key))
+        self.deletes.append(Span.of_key(table, key))
 
 
 def changes_of(transaction: Transaction, now_ns: int) -> Changes:

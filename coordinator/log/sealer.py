@@ -210,7 +210,7 @@ def unsealed(last_sequence_id: int, identity: LogIdentity) -> Append:
     """Return the append that removes the log's authentication."""
     version = identity.format_version if identity.is_encrypted else log_format.FORMAT_VERSION
     marks = (log_format.META_AUTHENTICATED, log_format.META_SEAL)
-    deletes = [Span("record_seals"), Span("checkpoint_seals"), *(Span.of_one("meta", key) for key in marks)]
+    deletes = [Span("record_seals"), Span("checkpoint_seals"), *(Span.of_key("meta", key) for key in marks)]
     return Append(last_sequence_id, puts=[meta_row(log_format.META_FORMAT, version)], deletes=deletes)
 
 

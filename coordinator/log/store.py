@@ -115,9 +115,9 @@ class RowLogStore(LogStore):
         """
         return self.backend.appends_max if self._sealer is None else 1
 
-    def take_standby_offer(self) -> Offer | None:
+    def poll_standby_offer(self) -> Offer | None:
         """Take a standby's answer to the request for a checkpoint; None: there is none yet. Raises LogError."""
-        offer = self.backend.take_standby_offer()
+        offer = self.backend.poll_standby_offer()
         return None if offer is None else decode_offer(offer)
 
     def _authenticate(self, macs: Macs) -> None:
@@ -261,7 +261,7 @@ class RowLogStore(LogStore):
             with self._open():
                 is_done = self.backend.finish_oldest(wait=wait)
             if is_done:
-                self._appended(self._in_flight.popleft())
+                self._note_appended(self._in_flight.popleft())
             return is_done
 
     def _changes_of(self, transaction: Transaction, last_sequence_id: int) -> Changes:
@@ -283,14 +283,14 @@ class RowLogStore(LogStore):
     def trim(
         self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None, keep_bytes: int | None = None
     ) -> bool:
-        keep = None
+        retention = None
         if keep_checkpoints is not None or keep_since_ns is not None or keep_bytes is not None:
-            keep = checkpoints.Retention(keep_checkpoints, keep_since_ns, keep_bytes)
+            retention = checkpoints.Retention(keep_checkpoints, keep_since_ns, keep_bytes)
         budget = RemovalBudget.step()
         with self._write_lock:
             self._resolve()
             with self.backend.view() as view:
-                changes, from_spilled = checkpoints.trim_step(view, keep, self._damaged_checkpoint_ids, budget)
+                changes, from_spilled = checkpoints.trim_step(view, retention, self._damaged_checkpoint_ids, budget)
             if changes or self.backend.must_append:
                 spill_points = (FaultPoint.DURING_SPILL_TRIM,) if from_spilled else ()
                 self._write_changes(changes, *spill_points, FaultPoint.DURING_TRIM)
@@ -322,7 +322,7 @@ class RowLogStore(LogStore):
         self._in_flight.append(_InFlight(ticket, _last_of(append), has_header, change))
         with self._open():
             self.backend.append(append)
-        self._appended(self._in_flight.popleft())
+        self._note_appended(self._in_flight.popleft())
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
@@ -336,13 +336,13 @@ class RowLogStore(LogStore):
             self._in_flight.clear()
             raise
 
-    def _appended(self, begun: _InFlight) -> None:
-        if self._sealer is not None and begun.change is not None:
-            self._sealer.adopt(begun.change)
-        self._last_sequence_id = begun.last_sequence_id
-        if begun.has_header:
+    def _note_appended(self, committed: _InFlight) -> None:
+        if self._sealer is not None and committed.change is not None:
+            self._sealer.adopt(committed.change)
+        self._last_sequence_id = committed.last_sequence_id
+        if committed.has_header:
             self._checkpoint_writer.header_committed()
-        self._ticket = begun.ticket or self._ticket
+        self._ticket = committed.ticket or self._ticket
 
     def tail(self) -> tuple[int, int]:
         """Return the ticket of this writer's last durable commit (0: it has none), and the last sequence ID.
@@ -357,7 +357,7 @@ class RowLogStore(LogStore):
         """Find out which of the appends without an answer are durable."""
         if self._outcome_unknown:
             for _ in range(self.backend.resolve()):
-                self._appended(self._in_flight.popleft())
+                self._note_appended(self._in_flight.popleft())
             self._in_flight.clear()
             self._outcome_unknown = False
 

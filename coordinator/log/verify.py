@@ -152,10 +152,10 @@ class LogVerification(Struct):
     def _walk(self) -> Iterator[Finding]:
         place = self.log
         if not place.exists():
-            yield Finding(Severity.FATAL, "file", f"there is no log in {place.where}")
+            yield Finding(Severity.FATAL, "file", f"there is no log in {place.label}")
             return
         stops = False
-        for finding in place.findings(held=self.lock_held):
+        for finding in place.findings(lock_held=self.lock_held):
             stops = stops or finding.severity is Severity.FATAL
             yield finding
         if stops:
@@ -433,7 +433,7 @@ def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | 
                 if encrypts and not reader.identity.is_encrypted:
                     if place.exists():
                         raise ValueError(
-                            f"there is a log in {place.where} already: an encrypted copy needs an empty place"
+                            f"there is a log in {place.label} already: an encrypted copy needs an empty place"
                         )
                     from immortal.coordinator.log.encryption import EncryptingView
 
@@ -446,7 +446,7 @@ def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | 
                 raise BackupError(str(error)) from None
     if encrypts and mac is not None:
         open_log(place, instance_name, keys=keys or (), adopt=True).close()
-    _check_sound(verify_log(place, instance_name, keys=keys), f"the backup in {place.where}")
+    _check_sound(verify_log(place, instance_name, keys=keys), f"the backup in {place.label}")
     return Backup(first, last, copied, checkpoints_count)
 
 

@@ -130,7 +130,7 @@ def trim(view: View, table: str, destination: str, position: int, budget: Remova
             break
         if first_position + log_format.decode_batch_count(name, key, value) - 1 > position:
             break
-        budget.take(len(value))
+        budget.spend(len(value))
         last_key = key
     return [] if last_key is None else [Span(table, first, last_key + b"\0")]
 

@@ -142,9 +142,9 @@ class LogEndpoint:
         ):
             self._reads.submit(lambda: _answered(store, request))
         else:
-            self._take(answer(store, request))
+            self._append_event(answer(store, request))
 
-    def _take(self, event: ev.Event) -> None:
+    def _append_event(self, event: ev.Event) -> None:
         self._inbox.append(event)
         if isinstance(event, ev.LogLoaded) and self.store is not None:
             for problem in self.store.problems:
@@ -178,7 +178,7 @@ class LogEndpoint:
 
     @property
     def _keep_since_ns(self) -> int | None:
-        return None if self._keep_ns is None else self._clock.running.before(self._keep_ns)
+        return None if self._keep_ns is None else self._clock.running.time_of_age(self._keep_ns)
 
     def renew_key(self) -> None:
         """Encrypt with a new data key from here on, and wrap all by the operator's present key, once it is read."""
@@ -199,13 +199,13 @@ class LogEndpoint:
         if self._writer is not None:
             self._inbox += self._writer.run_inline()
 
-    def request_standby_checkpoint(self, effect: ef.AskStandby) -> None:
+    def request_standby_checkpoint(self, effect: ef.RequestStandbyCheckpoint) -> None:
         store, names = self.store, [standby.name for standby in self.standbys if standby.is_ready]
         if store is not None and names:
             self._is_asked = True
             self._do(lambda: store.backend.request_standby_checkpoint(names[0], effect.checkpoint_id, effect.epoch))
 
-    def cancel_standby_request(self, effect: ef.DropAsked) -> None:
+    def cancel_standby_request(self, effect: ef.CancelStandbyRequest) -> None:
         if (store := self.store) is not None:
             self._is_asked = False
             self._do(store.backend.cancel_standby_request)
@@ -231,7 +231,7 @@ class LogEndpoint:
         def read_offer() -> ev.Event | None:
             self._is_polling_offer = False
             try:
-                offer = store.take_standby_offer()
+                offer = store.poll_standby_offer()
             except LogError as error:
                 what = f"whether a standby has taken the checkpoint is not known: {error}"
                 self._log.warning(what, kind="take offer")
@@ -262,17 +262,17 @@ class LogEndpoint:
     def collect(self) -> None:
         inbox = self._inbox
         if self._writer is not None:
-            inbox += self._writer.take_done()
+            inbox += self._writer.pop_finished()
         for event in self._reads.take():
             if isinstance(event, ev.LogMeasured) or (isinstance(event, ev.LogFailed) and event.request is None):
                 self._measuring = False
-            self._take(event)
+            self._append_event(event)
         if self._follower is not None and self._writer is None:
             inbox += self._follower.take()
-            if (store := self._follower.take_store()) is not None:
+            if (store := self._follower.release_store()) is not None:
                 self._ready.unregister(self._follower.fileno())
                 inbox.append(self._grant(store))
-                for request in self._follower.take_unanswered():
+                for request in self._follower.pop_unanswered():
                     if isinstance(request, Offered):
                         self._refuse_offered(request)
                     else:

@@ -31,7 +31,7 @@ STANDBY_CLOSE_TIMEOUT_S = 1.0  # for unregistering with the writer
 
 
 class LogFollower(Mailbox[ev.Event]):
-    """Follower on a thread. ``fileno()`` is readable if :meth:`take` or :meth:`take_store` has something."""
+    """Follower on a thread. ``fileno()`` is readable if :meth:`take` or :meth:`release_store` has something."""
 
     def __init__(self, access: InstanceLog) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class LogFollower(Mailbox[ev.Event]):
         """Submit a read, or a part of the checkpoint that the writer has requested."""
         self._requests.put(request)
 
-    def take_store(self) -> RowLogStore | None:
+    def release_store(self) -> RowLogStore | None:
         """Return the store, once this process writes the log. The follower answers nothing from then on."""
         store, self._store = self._store, None
         return store
 
-    def take_unanswered(self) -> list[StoreRead | Offered]:
+    def pop_unanswered(self) -> list[StoreRead | Offered]:
         """Return the unanswered requests, which the store must answer once this process writes the log."""
         requests: list[StoreRead | Offered] = [*self._waiting]
         while not self._requests.empty():
@@ -193,11 +193,11 @@ class LogFollower(Mailbox[ev.Event]):
             else:
                 self._emit(event)
         if self._following is not None:
-            asked = self._following.asked
+            asked = self._following.request
             if asked != self._checkpoint:
                 self._checkpoint = asked
                 if asked is not None:
-                    self._emit(ev.CheckpointAsked(asked.checkpoint_id, asked.epoch))
+                    self._emit(ev.StandbyCheckpointRequested(asked.checkpoint_id, asked.epoch))
             self._following.report_ready(is_ready=time.monotonic() - self._caught_up_s < CAUGHT_UP_S)
 
     def _grown(self, reader: LogReader, request: ef.ReadRecords) -> ev.Event | None:

@@ -41,7 +41,7 @@ class Mailbox(Generic[T]):
     """Results of a thread for the loop. ``fileno()`` is readable if :meth:`take` has something."""
 
     def __init__(self) -> None:
-        self._left: deque[T] = deque()
+        self._results: deque[T] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
@@ -49,7 +49,7 @@ class Mailbox(Generic[T]):
 
     def put(self, done: Iterable[T]) -> None:
         """Add results and wake the loop, even without results. Called by the thread."""
-        self._left.extend(done)
+        self._results.extend(done)
         os.eventfd_write(self._wake, 1)
 
     def take(self) -> list[T]:
@@ -59,8 +59,8 @@ class Mailbox(Generic[T]):
         except BlockingIOError:
             return []
         taken = []
-        while self._left:
-            taken.append(self._left.popleft())
+        while self._results:
+            taken.append(self._results.popleft())
         return taken
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ _Job = _Write | ReadTail
 
 
 class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and their events
-    """Writer through ``store``. Events of finished jobs arrive in :meth:`take_done`.
+    """Writer through ``store``. Events of finished jobs arrive in :meth:`pop_finished`.
 
     ``fileno()`` is readable if something is finished. ``keep_checkpoints``, ``keep_bytes``: see
     :meth:`LogStore.trim`. ``times``: gets the duration of each commit, ``was_committed`` its ticket, on either thread.
@@ -223,7 +223,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         else:
             self._hand_over(*self._inline)
 
-    def take_done(self) -> list[Event]:
+    def pop_finished(self) -> list[Event]:
         """Take the events of finished jobs."""
         events = []
         for jobs_count, came in self.take():
@@ -371,7 +371,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         """Write ``job`` together with the commits that wait after it, in one sync."""
         commits = [job]
         size_bytes = job.size_bytes
-        while size_bytes < JOINED_SIZE_BYTES_MAX and (following := self._take_if_commit()) is not None:
+        while size_bytes < JOINED_SIZE_BYTES_MAX and (following := self._pop_if_commit()) is not None:
             commits.append(following)
             size_bytes += following.size_bytes
         joined = job
@@ -387,7 +387,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
             return len(commits), [Committed(commit.ticket) for commit in commits]
         return len(commits), [replace(event, request=job) if isinstance(event, LogFailed) else event]
 
-    def _take_if_commit(self) -> Commit | None:
+    def _pop_if_commit(self) -> Commit | None:
         """Take the next job if it is a commit; keep a job of another kind for the next turn."""
         if self._pushed_back is not None:
             return None

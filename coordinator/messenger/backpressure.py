@@ -44,8 +44,8 @@ class _Pending(Struct, eq=False):
     """Running totals for one destination. ``taken``: accepted messages, counted by any thread under the lock;
     ``done``: messages that are no longer pending, counted by the messenger's owner alone."""
 
-    taken_count: int = 0
-    taken_size_bytes: int = 0
+    reserved_count: int = 0
+    reserved_size_bytes: int = 0
     done_count: int = 0
     done_size_bytes: int = 0
 
@@ -74,16 +74,16 @@ class PendingRoom:
                 pending = self._by_destination[destination] = _Pending()
             elif not self._has_room(pending, size_bytes):
                 self._wait(pending, destination, size_bytes)
-            pending.taken_count += 1
-            pending.taken_size_bytes += size_bytes
+            pending.reserved_count += 1
+            pending.reserved_size_bytes += size_bytes
 
     def _has_room(self, pending: _Pending, size_bytes: int) -> bool:
-        count = pending.taken_count - pending.done_count
+        count = pending.reserved_count - pending.done_count
         if not count:
             return True
         limits = self._limits
-        taken_size_bytes = pending.taken_size_bytes - pending.done_size_bytes
-        return count < limits.count_max and taken_size_bytes + size_bytes <= limits.size_bytes_max
+        reserved_size_bytes = pending.reserved_size_bytes - pending.done_size_bytes
+        return count < limits.count_max and reserved_size_bytes + size_bytes <= limits.size_bytes_max
 
     def _wait(self, pending: _Pending, destination: str, size_bytes: int) -> None:
         wait_s = self._limits.wait_s
@@ -99,9 +99,9 @@ class PendingRoom:
         if not self._has_room(pending, size_bytes):
             self.refused_count += 1
             raise PendingFullError(
-                f"{pending.taken_count - pending.done_count} messages with "
-                f"{pending.taken_size_bytes - pending.done_size_bytes} bytes are pending for {destination}, one with "
-                f"{size_bytes} bytes came, expected at most {self._limits.count_max} and "
+                f"{pending.reserved_count - pending.done_count} messages with "
+                f"{pending.reserved_size_bytes - pending.done_size_bytes} bytes are pending for {destination}, one "
+                f"with {size_bytes} bytes came, expected at most {self._limits.count_max} and "
                 f"{self._limits.size_bytes_max} bytes: send later, or give the messenger other PendingLimits"
             )
 
@@ -119,7 +119,7 @@ class PendingRoom:
             self.release(destination, size_bytes, count)
         with self._lock:
             pending = self._by_destination.get(destination)
-            if pending is not None and pending.taken_count == pending.done_count and not self._waiting_count:
+            if pending is not None and pending.reserved_count == pending.done_count and not self._waiting_count:
                 del self._by_destination[destination]
 
     def wake(self) -> None:

@@ -95,7 +95,7 @@ class Poller:
     def replies_wait(self) -> bool:
         return self.replies_due_ns is not None and bool(self.unread or self.link_epoll.poll(0))
 
-    def put_replies_off(self, now_ns: int) -> None:
+    def postpone_replies(self, now_ns: int) -> None:
         """Stop replies from waking the owner until REPLY_DELAY_NS_MAX from now."""
         if self.replies_due_ns is None:
             self._epoll.modify(self.link_epoll.fileno(), 0)
@@ -192,7 +192,7 @@ class Links:
         self.sending.clear()
         # Messages that could not be sent wait until their link has room or a reply.
         if patient and all(link.outbox.all_sent for link in self):
-            self._poller.put_replies_off(now_ns)
+            self._poller.postpone_replies(now_ns)
         else:
             self._poller.expect_replies()
 
@@ -251,7 +251,7 @@ class Links:
         key = link.server_key
         return None if key is None or self._security is None else self._security.callers.get(key)
 
-    def take_piggybacked(self, now_ns: int) -> None:
+    def deliver_piggybacked_replies(self, now_ns: int) -> None:
         """Give the replies that came with messages to their links, if the owner of the link's key sent them."""
         shared = self._shared
         while shared.piggybacked_replies:
@@ -264,7 +264,7 @@ class Links:
                 continue
             link = self._by_id.get(envelope.link_id)
             if link is not None and link.server_key == key and envelope.incarnation == shared.incarnation:
-                link.take_reply([reply], now_ns)
+                link.handle_reply([reply], now_ns)
                 if link.outbox.queued_count:  # an acknowledgement can make room
                     self.sending[link] = None
 
@@ -290,7 +290,7 @@ class Links:
         self.listener_news.append((link, listening))
         self._wake.signal()
 
-    def take_listener_news(self) -> None:
+    def reconnect_rebound_links(self) -> None:
         """Reconnect inproc links whose listener was bound again; ZeroMQ does not do that itself."""
         while self.listener_news:
             link, listening = self.listener_news.popleft()
@@ -400,7 +400,7 @@ class Listeners:
 
     def transmit_delayed(self) -> None:
         """Send the replies that have waited for a message to their receiver."""
-        for reply in self._shared.delayed_replies.take_all():
+        for reply in self._shared.delayed_replies.pop_all():
             if not reply.listener.closed:
                 reply.listener.send_delayed(reply)
         self._check_unread()

@@ -64,7 +64,7 @@ class ReceiveWindow(Struct, eq=False):
             return self.highest_seen
         return self.lowest_pending_id + (self.missing & -self.missing).bit_length() - 2
 
-    def see(self, message_id: int, lowest_pending_id: int = 1, skipped_count: int = 0) -> Arrival:
+    def mark_received(self, message_id: int, lowest_pending_id: int = 1, skipped_count: int = 0) -> Arrival:
         """Mark ``message_id`` (from 1) as seen; return how it arrived. Its sender will never again send the IDs below
         ``lowest_pending_id``, and the ``skipped_count`` IDs right below ``message_id``."""
         if lowest_pending_id > self.lowest_pending_id:
@@ -140,7 +140,7 @@ class LinkState(Struct, eq=False):
     stored: StoredReplies = field(default_factory=StoredReplies)
     early: dict[int, tuple[EarlyMessage, int]] = field(default_factory=dict)  # with their bytes, by ID
     _early_size_bytes: int = 0
-    _taken_id: int = 0  # early messages up to it were taken
+    _popped_id: int = 0  # early messages up to it were taken
     _unexpired: OrderedDict[int, None] = field(default_factory=OrderedDict)  # replies that were not dropped
 
     def note_route(self, route: bytes) -> None:
@@ -150,10 +150,10 @@ class LinkState(Struct, eq=False):
             self.routes.insert(0, route)
             del self.routes[limits.ROUTES_MAX :]
 
-    def see(self, message_id: int, lowest_pending_id: int, skipped_count: int = 0) -> Arrival:
+    def mark_received(self, message_id: int, lowest_pending_id: int, skipped_count: int = 0) -> Arrival:
         """Mark a received message as seen, and drop the replies that its sender has acknowledged."""
         had = self.window.lowest_pending_id
-        arrival = self.window.see(message_id, lowest_pending_id, skipped_count)
+        arrival = self.window.mark_received(message_id, lowest_pending_id, skipped_count)
         if lowest_pending_id > had and self.replies:
             if lowest_pending_id - had <= len(self.replies):
                 acknowledged = [known for known in range(had, lowest_pending_id) if known in self.replies]
@@ -169,8 +169,8 @@ class LinkState(Struct, eq=False):
         window = self.window
         return max(message_id, window.complete_id) if window.missing else window.highest_seen
 
-    def keep_early(self, message_id: int, message: EarlyMessage, parts: Sequence[bytes]) -> bool:
-        """Keep a message until :meth:`take_early` returns it. If there is no room, return False: it counts as not
+    def store_early(self, message_id: int, message: EarlyMessage, parts: Sequence[bytes]) -> bool:
+        """Keep a message until :meth:`pop_early` returns it. If there is no room, return False: it counts as not
         seen."""
         size_bytes = sum(map(len, parts)) + limits.PART_OVERHEAD_BYTES * len(parts) + limits.REPLY_OVERHEAD_BYTES
         if self.stored.size_bytes + size_bytes > limits.PEER_REPLIES_SIZE_BYTES_MAX:
@@ -180,17 +180,17 @@ class LinkState(Struct, eq=False):
         self._count_early(size_bytes)
         return True
 
-    def take_early(self) -> list[EarlyMessage]:
+    def pop_early(self) -> list[EarlyMessage]:
         """Remove and return the early messages before which nothing is missing any more, in the order of sending."""
         complete_id = self.window.complete_id
-        if complete_id == self._taken_id:
+        if complete_id == self._popped_id:
             return []
-        self._taken_id = complete_id
+        self._popped_id = complete_id
         taken = [self.early.pop(message_id) for message_id in sorted(self.early) if message_id <= complete_id]
         self._count_early(-sum([size_bytes for _, size_bytes in taken]))
         return [message for message, _ in taken]
 
-    def keep_reply(
+    def store_reply(
         self,
         message_id: int,
         destination_callback_id: int,
@@ -218,7 +218,7 @@ class LinkState(Struct, eq=False):
         )
         self._count(limits.REPLY_OVERHEAD_BYTES - reply.size_bytes)
 
-    def keep_callback(self, callback_id: int, callback: MessageCallback) -> bool:
+    def store_callback(self, callback_id: int, callback: MessageCallback) -> bool:
         """Keep ``callback`` for a message that addresses it; return False if an older one was dropped for it."""
         self.callbacks[callback_id] = callback
         if len(self.callbacks) > limits.CALLBACKS_MAX:
@@ -274,14 +274,14 @@ class DelayedReplies(Struct, eq=False):
         """Return the bytes of the replies for one receiver."""
         return self._waiting.get(receiver, ())
 
-    def take(self, receiver: Receiver) -> Iterable[Any]:
+    def pop(self, receiver: Receiver) -> Iterable[Any]:
         """Remove and return the replies for one receiver."""
         taken = self._waiting.pop(receiver, {})
         if not self._waiting:
             self.due_ns = None
         return taken.values()
 
-    def take_all(self) -> list[Any]:
+    def pop_all(self) -> list[Any]:
         waiting, self._waiting, self.due_ns = self._waiting, {}, None
         return [reply for replies in waiting.values() for reply in replies.values()]
 

@@ -84,7 +84,7 @@ class Link:
         self.endpoint = endpoint
         self.outbox = outbox
         self._room = room
-        self._knows_all_kinds = True  # False once the receiver has said on this connection that it does not
+        self._supports_all_kinds = True  # False once the receiver has said on this connection that it does not
         self.pair = pair
         self.server_key = server_key
         self.link_id = link_id
@@ -146,7 +146,7 @@ class Link:
             if self.connected:
                 self.connected_since_ns = now_ns
                 self.reopen_due_ns = None
-                self._knows_all_kinds = True
+                self._supports_all_kinds = True
                 self.outbox.retransmit_all()
             elif kind in _FAILED:
                 self._handshake_failed(kind, now_ns)
@@ -197,12 +197,12 @@ class Link:
             parts = sockets.receive_parts(self._socket)
             if parts is None:
                 return True
-            self.take_reply(parts, now_ns)
+            self.handle_reply(parts, now_ns)
             if not self.closed and not self._plain_get(sockets.EVENTS) & sockets.POLLIN:  # type: ignore[operator]
                 return True
         return False
 
-    def take_reply(self, parts: list[bytes], now_ns: int) -> None:
+    def handle_reply(self, parts: list[bytes], now_ns: int) -> None:
         """Handle a reply and run its callback."""
         callback = self._acknowledge(parts, now_ns)
         if callback is not None:
@@ -271,8 +271,8 @@ class Link:
         """Warn that the receiver, of another build, dropped an envelope unknown there; it tells once per connection."""
         self._counters.malformed += 1
         outcome = "dropped"
-        if self._knows_all_kinds:
-            self._knows_all_kinds = False
+        if self._supports_all_kinds:
+            self._supports_all_kinds = False
             self.outbox.retransmit_all()
             if self.outbox.has_conversations:
                 outcome = "conversations end there with the first reply, what is for a callback waits"
@@ -327,7 +327,7 @@ class Link:
         parts, conversation = message.parts, message.conversation
         is_last = self.outbox.queued_count == 1  # others may wait for the room that its reply makes
         is_small = message.size_bytes < limits.LARGE_PART_SIZE_BYTES
-        can_wait = patient and is_last and is_small and not message.sent_before and self._knows_all_kinds
+        can_wait = patient and is_last and is_small and not message.sent_before and self._supports_all_kinds
         envelope = encode_message(
             self.link_id,
             self._incarnation,
@@ -337,17 +337,17 @@ class Link:
             self.outbox.skipped_count(message),
             PATIENT if can_wait else MESSAGE,
         )
-        if conversation is not None and (self._knows_all_kinds or conversation.destination_callback_id):
+        if conversation is not None and (self._supports_all_kinds or conversation.destination_callback_id):
             envelope = as_conversation_message(envelope, conversation.destination_callback_id)
         send = self._plain_send
-        replies = self._delayed.waiting(self._receiver) if self._knows_all_kinds else ()
+        replies = self._delayed.waiting(self._receiver) if self._supports_all_kinds else ()
         try:
             send(envelope + encode_parts(replies), sockets.NOBLOCK_MORE if parts else sockets.NOBLOCK)
         except zmq.Again:
             return False
         sockets.send_parts(send, parts)
         if replies:
-            self._delayed.take(self._receiver)
+            self._delayed.pop(self._receiver)
         if message.sent_before:
             self._counters.retried += 1
         return True

@@ -355,7 +355,7 @@ class Listener:
         link = self._inbox.link(incarnation, link_id, peer)
         if frames[0] != link.routes[0]:
             link.note_route(frames[0])
-        arrival = link.see(message_id, lowest_pending_id, skipped_count)
+        arrival = link.mark_received(message_id, lowest_pending_id, skipped_count)
         received = None
         if arrival in _NEW:
             del frames[:2]
@@ -366,7 +366,7 @@ class Listener:
                 return received
             if arrival == FIRST:
                 link.early[message_id] = received, 0  # others may be before it
-            elif link.keep_early(message_id, received, frames):
+            elif link.store_early(message_id, received, frames):
                 self._counters.early_kept += 1
             else:
                 self._counters.early_dropped += 1
@@ -380,7 +380,7 @@ class Listener:
             self._counters.duplicates_dropped += 1
             self._reply_again(link, envelope)
         if link.early:
-            self._in_order += link.take_early()
+            self._in_order += link.pop_early()
         return None
 
     def _give(self, received: Received) -> None:
@@ -396,7 +396,7 @@ class Listener:
             callback(received)
             return not self.closed
         self._counters.callbacks_unknown += 1
-        link.keep_reply(envelope.message_id, envelope.source_callback_id, (), kind=CALLBACK_UNKNOWN)
+        link.store_reply(envelope.message_id, envelope.source_callback_id, (), kind=CALLBACK_UNKNOWN)
         self._send(link, CALLBACK_UNKNOWN, envelope.message_id, envelope.source_callback_id, ())
         return False
 
@@ -437,16 +437,16 @@ class Listener:
         source_callback_id = NOOP
         if callback is not None:
             source_callback_id = self._new_callback_id()
-            if not link.keep_callback(source_callback_id, callback):
+            if not link.store_callback(source_callback_id, callback):
                 self._counters.callbacks_forgotten += 1
-        link.keep_reply(message_id, callback_id, parts, source_callback_id)
+        link.store_reply(message_id, callback_id, parts, source_callback_id)
         receiver = link.incarnation, link.peer
         if envelope.kind == PATIENT and self._delayed.has_room(receiver):
             arrived_id = link.arrived_id(message_id)
             head = encode_reply(PIGGYBACKED, link.link_id, link.incarnation, message_id, arrived_id, callback_id)
             self._delayed.add(receiver, reply, head + encode_parts(parts), now_ns)
             return False
-        for earlier in self._delayed.take(receiver):
+        for earlier in self._delayed.pop(receiver):
             self.send_delayed(earlier)
         self._send(link, REPLY, message_id, callback_id, parts, source_callback_id)
         return True

@@ -81,7 +81,7 @@ class Messenger:
         self._clock_ns = clock_ns
         self._wake = WakeupEvent()
         self._thread = OwnerThread(self, self._wake, clock_ns, self._thread_ended)
-        self._room = None if pending is None else PendingRoom(pending, self._thread.others_may_wait)
+        self._room = None if pending is None else PendingRoom(pending, self._thread.can_be_awaited)
         self._poller = Poller(self._wake)
         make_outbox = partial(Outbox, retry or RetryPolicy(), random, in_flight_max=in_flight_max)
         shared = Shared(self._context, self.incarnation, clock_ns)
@@ -230,7 +230,7 @@ class Messenger:
         return self._call(lambda: self._drop(destination))
 
     def _drop(self, destination: str) -> int:
-        self._take_sends()
+        self._add_posted_messages()
         return self._links.drop(destination)
 
     def reconnect(self, destination: str) -> None:
@@ -251,7 +251,7 @@ class Messenger:
         return self._call(lambda: self._outbox(destination).size_bytes)
 
     def _outbox(self, destination: str) -> Outbox:
-        self._take_sends()
+        self._add_posted_messages()
         return self._links.outbox(destination)
 
     def _call(self, function: Callable[[], Result]) -> Result:
@@ -301,7 +301,7 @@ class Messenger:
             self._links.reopen_due(now_ns)
             for turn in range(limits.TURNS_MAX):
                 self._receive()
-                self._links.take_piggybacked(now_ns)
+                self._links.deliver_piggybacked_replies(now_ns)
                 if self._closed:
                     break
                 if turn == 0:
@@ -328,7 +328,7 @@ class Messenger:
             self._collect_ready(now_ns, with_replies=replies)
             self._receive()
             if replies:
-                self._links.take_piggybacked(now_ns)
+                self._links.deliver_piggybacked_replies(now_ns)
         finally:
             self._processing, self._held = False, True
             if self._closed:
@@ -419,7 +419,7 @@ class Messenger:
             monitored.read_monitor(now_ns)
             self._links.sending[monitored] = None
         self._wake.hold()
-        self._links.take_listener_news()
+        self._links.reconnect_rebound_links()
 
     def _receive(self) -> None:
         """Receive replies and run their callbacks, then receive messages and run their server loops."""
@@ -436,7 +436,7 @@ class Messenger:
                 ready.pop(source, None)
 
     def _transmit(self, now_ns: int) -> None:
-        self._take_sends()
+        self._add_posted_messages()
         if self._replies:
             self._listeners.transmit(self._replies, now_ns)
         if self._links.sending:
@@ -444,7 +444,7 @@ class Messenger:
         if (due_ns := self._delayed.due_ns) is not None and (now_ns >= due_ns or not self.patient):
             self._listeners.transmit_delayed()
 
-    def _take_sends(self) -> None:
+    def _add_posted_messages(self) -> None:
         for _ in range(len(self._messages)):
             self._links.add(*self._messages.popleft())
 

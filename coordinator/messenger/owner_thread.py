@@ -31,16 +31,16 @@ class Processor(Protocol):
 class OwnerThread:
     """Thread that drives ``messenger`` between start() and stop(). Without it, calls run in the caller's thread.
 
-    ``ended`` is called when the thread ends.
+    ``on_end`` is called when the thread ends.
     """
 
     def __init__(
-        self, messenger: Processor, wake: WakeupEvent, clock_ns: Callable[[], int], ended: Callable[[], None]
+        self, messenger: Processor, wake: WakeupEvent, clock_ns: Callable[[], int], on_end: Callable[[], None]
     ) -> None:
         self._messenger = messenger
         self._wake = wake
         self._clock_ns = clock_ns
-        self._ended = ended
+        self._on_end = on_end
         self._runs = False
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -52,7 +52,7 @@ class OwnerThread:
         """True if an error ended the thread and stop() has not raised it yet."""
         return self._error is not None
 
-    def others_may_wait(self) -> bool:
+    def can_be_awaited(self) -> bool:
         """Return True if the thread runs and is not the calling thread, so that the caller can wait for it."""
         return self._runs and self._thread is not threading.current_thread()
 
@@ -128,7 +128,7 @@ class OwnerThread:
             self._error = error
         finally:
             self._runs = False
-            self._ended()
+            self._on_end()
             self._refuse_calls()
 
     def _run_calls(self) -> None:

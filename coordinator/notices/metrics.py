@@ -145,12 +145,12 @@ STATUS = (
 
 
 class StatusCollector(Collector):
-    """Collector of the status metrics at each scrape. ``ask``: returns the status; if it raises ImmortalError, ``up``
-    is 0."""
+    """Collector of the status metrics at each scrape. ``read_status``: returns the status; if it raises ImmortalError,
+    ``up`` is 0."""
 
-    def __init__(self, name: str, ask: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, name: str, read_status: Callable[[], Mapping[str, Any]]) -> None:
         self._name = name
-        self._ask = ask
+        self._read_status = read_status
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: a coordinator that is still starting can't be asked yet."""
@@ -159,7 +159,7 @@ class StatusCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily(*UP, labels=[INSTANCE])
         try:
-            status = self._ask()
+            status = self._read_status()
         except ImmortalError:
             up.add_metric([self._name], 0)
             return [up]
@@ -188,14 +188,14 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 class TimeMetric(Struct, frozen=True):
-    """Histogram of a duration, in seconds: from the notice ``began`` to ``ended``; with ``began`` None, ``ended`` holds
+    """Histogram of a duration, in seconds: from the notice ``begin`` to ``end``; with ``begin`` None, ``end`` holds
     the duration."""
 
     name: str
     text: str
-    ended: type[Notice]
-    began: type[Notice] | None
-    most_s: float  # the largest bucket; each is twice the one before
+    end: type[Notice]
+    begin: type[Notice] | None
+    largest_s: float  # the largest bucket; each is twice the one before
     buckets: int
 
 
@@ -234,18 +234,18 @@ class NoticeMetrics:
             if kind.level != "trace":
                 self._notices.labels(name, kind.__name__, kind.level)
         self._began_s: dict[type[Notice], float] = {}  # the last of these
-        self._begins = frozenset(one.began for one in TIMES)
+        self._begin_notices = frozenset(one.begin for one in TIMES)
         self._times = {}
         for one in TIMES:
-            buckets = [one.most_s / 2**power for power in reversed(range(one.buckets))]
+            buckets = [one.largest_s / 2**power for power in reversed(range(one.buckets))]
             histogram = Histogram(one.name, one.text, [INSTANCE], registry=registry, buckets=buckets)
-            self._times[one.ended] = one.began, histogram.labels(name)
+            self._times[one.end] = one.begin, histogram.labels(name)
 
     def emit(self, notice: Notice) -> None:
         kind = type(notice)
         if notice.level != "trace":
             self._notices.labels(self._name, kind.__name__, notice.level).inc()
-        if kind in self._begins:
+        if kind in self._begin_notices:
             self._began_s[kind] = self._clock_s()
         if (ends := self._times.get(kind)) is None:
             return

@@ -105,17 +105,17 @@ def notice_types(base: type[Notice] = Notice) -> Iterator[type[Notice]]:
 
 
 class ReadinessSink:
-    """Sink that calls ``tell`` when the instance is ready: at each recovery, and at the first checkpoint of a new
+    """Sink that calls ``on_ready`` when the instance is ready: at each recovery, and at the first checkpoint of a new
     app."""
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, on_ready: Callable[[], None]) -> None:
+        self._on_ready = on_ready
         self._was_ready = False
 
     def emit(self, notice: Notice) -> None:
         if isinstance(notice, Recovered) or (isinstance(notice, CheckpointTaken) and not self._was_ready):
             self._was_ready = True
-            self._tell()
+            self._on_ready()
 
 
 LOG_LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")

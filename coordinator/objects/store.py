@@ -33,10 +33,10 @@ class Stored(NamedTuple):
     modified_s: float  # since the Unix epoch, by the store's clock
 
 
-def store_of(url: str, *, make: bool = True) -> ObjectStore:
+def store_of(url: str, *, create: bool = True) -> ObjectStore:
     """Open the store of a URL. Credentials come from the environment, as for the store's own tools.
 
-    ``make``: create a folder that is missing.
+    ``create``: create a folder that is missing.
 
     Raises ObjectError for a URL of another form, StoreError.
     """
@@ -46,11 +46,11 @@ def store_of(url: str, *, make: bool = True) -> ObjectStore:
         raise ObjectError(
             f"{url!r} names no store: a URL with one of {expected} was expected, such as s3://bucket/archive"
         )
-    with _in_words(url):
+    with _as_store_errors(url):
         if scheme == "file":
             if not path.startswith("/"):
                 raise ObjectError(f"{url!r} names no folder: file:// and an absolute path was expected")
-            if make:
+            if create:
                 make_folder(Path(path))
             elif not Path(path).is_dir():
                 raise ObjectError(f"there is no archive in {url}: no such folder")
@@ -59,20 +59,20 @@ def store_of(url: str, *, make: bool = True) -> ObjectStore:
 
 
 class Objects:
-    """Objects in ``store`` below the folder ``prefix``. ``where``: name for messages."""
+    """Objects in ``store`` below the folder ``prefix``. ``location``: name for messages."""
 
-    def __init__(self, store: ObjectStore, where: str, prefix: str = "") -> None:
-        self.where = where
+    def __init__(self, store: ObjectStore, location: str, prefix: str = "") -> None:
+        self.location = location
         self._store = store
         self._prefix = prefix
 
     def below(self, folder: str) -> Objects:
-        return Objects(self._store, f"{self.where.rstrip('/')}/{folder}", f"{self._prefix}{folder}/")
+        return Objects(self._store, f"{self.location.rstrip('/')}/{folder}", f"{self._prefix}{folder}/")
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Create an object durably; return False if one of that name exists, which stays. Raises StoreError."""
         path = self._prefix + name
-        with _in_words(self.where):
+        with _as_store_errors(self.location):
             try:
                 obstore.put(self._store, path, data, mode="create", use_multipart=False)
             except (AlreadyExistsError, FileExistsError):
@@ -83,12 +83,12 @@ class Objects:
 
     def get(self, name: str) -> bytes:
         """Read an object. Raises DamagedObjectError if it is missing, StoreError."""
-        with _in_words(self.where):
+        with _as_store_errors(self.location):
             return bytes(self._found(name).bytes())
 
     def chunks(self, name: str, size_bytes_min: int) -> Iterator[bytes]:
         """Yield an object's content in chunks, with bounded memory. Raises as :meth:`get`."""
-        with _in_words(self.where):
+        with _as_store_errors(self.location):
             for chunk in self._found(name).stream(min_chunk_size=size_bytes_min):
                 yield bytes(chunk)
 
@@ -96,11 +96,11 @@ class Objects:
         try:
             return obstore.get(self._store, self._prefix + name)
         except (NotFoundError, FileNotFoundError):  # Python's own, of a folder
-            raise DamagedObjectError(f"the object {self.where}/{name} is missing") from None
+            raise DamagedObjectError(f"the object {self.location}/{name} is missing") from None
 
     def put_file(self, name: str, path: Path) -> None:
         """Store a file as an object, with bounded memory; one of that name is replaced. Raises StoreError."""
-        with _in_words(self.where):
+        with _as_store_errors(self.location):
             obstore.put(self._store, self._prefix + name, path)
 
     def get_all(self, names: Iterable[str]) -> Iterator[bytes]:
@@ -111,7 +111,7 @@ class Objects:
     def listed(self, folder: str = "") -> list[Stored]:
         """List the objects below ``folder`` by name. Raises StoreError."""
         found = []
-        with _in_words(self.where):
+        with _as_store_errors(self.location):
             for page in obstore.list(self._store, prefix=(self._prefix + folder).rstrip("/") or None):
                 for one in page:
                     name = one["path"].removeprefix(self._prefix)
@@ -120,13 +120,13 @@ class Objects:
 
     def folders(self) -> list[str]:
         """List the names of the folders at the top level. Raises StoreError."""
-        with _in_words(self.where):
+        with _as_store_errors(self.location):
             listed = obstore.list_with_delimiter(self._store, prefix=self._prefix.rstrip("/") or None)
         return sorted(path.removeprefix(self._prefix).rstrip("/") for path in listed["common_prefixes"])
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; missing ones are ignored. Raises StoreError."""
-        with _in_words(self.where):
+        with _as_store_errors(self.location):
             for name in names:
                 try:
                     obstore.delete(self._store, self._prefix + name)
@@ -135,13 +135,13 @@ class Objects:
 
 
 @contextmanager
-def _in_words(where: str) -> Iterator[None]:
+def _as_store_errors(location: str) -> Iterator[None]:
     """Turn errors of obstore, and errors of Python's own that it raises, into StoreError."""
     try:
         yield
     except (BaseError, OSError, ValueError) as error:
         said = " ".join(str(error).split("Debug source:")[0].split()) or type(error).__name__
-        raise StoreError(f"the store {where} does not do it: {said[:_SAID_MAX]}") from None
+        raise StoreError(f"the store {location} does not do it: {said[:_SAID_MAX]}") from None
 
 
 def _sync(file: Path, root: Path) -> None:

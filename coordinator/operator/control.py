@@ -172,14 +172,14 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
         )
     no_answer = f"the coordinator of {name!r} (process {found.pid}) gives no answer at {found.control}"
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-            data = _ask(asking, found.control, with_size(question), time.monotonic() + timeout_s)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            data = _exchange(client, found.control, with_size(question), time.monotonic() + timeout_s)
     except TimeoutError:
         raise ControlError(f"{no_answer} within {timeout_s:g} s") from None
     except PermissionError:
         raise ControlError(f"{no_answer}: only the user who runs it, and root, may ask") from None
     except (OSError, EOFError) as error:
-        if _ends(folder, found):
+        if _has_ended(folder, found):
             raise NotRunningError(f"the coordinator of {name!r} has stopped") from None
         raise ControlError(f"{no_answer}: {error}") from None
     try:
@@ -193,7 +193,7 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
     return answer
 
 
-def _ends(folder: Path, found: ControlFile) -> bool:
+def _has_ended(folder: Path, found: ControlFile) -> bool:
     """Return True if the process has ended, or is ending: its sockets are closed before it is gone."""
     deadline_s = time.monotonic() + ENDING_TIMEOUT_S
     while running(folder) == found:
@@ -203,28 +203,28 @@ def _ends(folder: Path, found: ControlFile) -> bool:
     return True
 
 
-def _ask(asking: socket.socket, place: str, question: bytes, deadline_s: float) -> bytes:
+def _exchange(client: socket.socket, place: str, question: bytes, deadline_s: float) -> bytes:
     """Send a question; return the answer without its size. Raises OSError (TimeoutError among them), EOFError."""
 
     def in_time() -> None:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
-        asking.settimeout(left_s)
+        client.settimeout(left_s)
 
     while True:
         in_time()
         try:
-            asking.connect(place)
+            client.connect(place)
             break
         except BlockingIOError:
             time.sleep(_RETRY_S)
-    asking.sendall(question)
+    client.sendall(question)
     answer = bytearray()
     size_bytes: int | None = None
     while size_bytes is None or len(answer) < size_bytes:
         in_time()
-        data = asking.recv(_READ_SIZE_BYTES)
+        data = client.recv(_READ_SIZE_BYTES)
         if not data:
             raise EOFError(f"it closed the connection after {len(answer)} bytes")
         answer += data

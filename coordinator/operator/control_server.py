@@ -189,10 +189,10 @@ class ControlServer:
             except decoding.DecodeError as error:
                 self._deny(connection, f"the question can't be read: {error}")
             else:
-                return [self._make_request(connection, question)]
+                return [self._create_request(connection, question)]
         return []
 
-    def _make_request(self, connection: _Connection, question: Question) -> ControlRequest:
+    def _create_request(self, connection: _Connection, question: Question) -> ControlRequest:
         connection.has_question = True
         connection.received = bytearray()
         connection.closes_ns = _deadline_ns(ANSWER_TIMEOUT_S)

@@ -245,7 +245,7 @@ class OperatorEndpoint:
         """Audit each request, refuse it, or pass it to the handler of its verb."""
         for request in requests:
             reach(FaultPoint.CONTROL)
-            self._auditor.operator(f"uid {request.uid}", request.verb, request.argument.decode(errors="replace"))
+            self._auditor.write_verb(f"uid {request.uid}", request.verb, request.argument.decode(errors="replace"))
             verb = self._verbs.get(request.verb)
             lease = self._machine.state.write_lease
             if verb is None:

@@ -45,7 +45,7 @@ class PeerRetransmissions:
         """Return the time when the next frame is due; None if none waits."""
         return self._waiting[0][0] if self._waiting else None
 
-    def take_due(self, now_ns: int) -> list[tuple[SendToPeer, int]]:
+    def pop_due(self, now_ns: int) -> list[tuple[SendToPeer, int]]:
         """Remove and return the frames that are due, each with the number of its next attempt."""
         due = []
         while self._waiting and self._waiting[0][0] <= now_ns:
@@ -84,7 +84,7 @@ class PeerEndpoint:
         # The windows of streams limit what is pending. No reply here has a callback, so all frames go to the server
         # loop, in order.
         self._messenger = Messenger(security=self.security.security, pending=None)
-        self.hold = self._messenger.hold
+        self.begin_turn = self._messenger.hold
         self.fileno = self._messenger.fileno
         # Deadlines on the monotonic clock, as of the last next_deadline_ns():
         self._messenger_due_ns: int | None = None
@@ -119,7 +119,7 @@ class PeerEndpoint:
         if polled:
             self._poll_routes(now_ns)
             self._poll_keys(now_ns)
-        for effect, attempt in self._retries.take_due(now_ns):
+        for effect, attempt in self._retries.pop_due(now_ns):
             self._send(effect, attempt)
         return polled
 

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from immortal.coordinator.config import ConfigError, write_atomically
 from immortal.coordinator.config.settings_file import read_table, read_toml, text_with_allow
-from immortal.coordinator.config.values import Callers, kind, says, whole
+from immortal.coordinator.config.values import Callers, doc, kind, whole
 from immortal.coordinator.core.permissions import ANYTHING, Permission
 from immortal.coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstanceError, notify_coordinators
 from immortal.coordinator.messenger import Role
@@ -33,7 +33,7 @@ from immortal.coordinator.peers import keys
 from immortal.coordinator.peers.keys import KeysError, PublicFile
 from immortal.protocol.safe_output import did_you_mean
 
-_Home = Annotated[str, kind("FOLDER", "a path"), says("Its registry folder, relative to the fleet's file.")]
+_Home = Annotated[str, kind("FOLDER", "a path"), doc("Its registry folder, relative to the fleet's file.")]
 _Days = Annotated[int, whole(1, 36_500, "days")]
 
 
@@ -43,15 +43,15 @@ class _Client(Struct):
 
 class _Instance(Struct):
     home: _Home = HOME_DEFAULT
-    allow: Annotated[Callers, says("Who may call it, and what.")] = ()
+    allow: Annotated[Callers, doc("Who may call it, and what.")] = ()
 
 
 class _File(Struct):
-    instances: Annotated[Mapping[str, _Instance], says("The instances, by name.")] = {}
-    clients: Annotated[Mapping[str, _Client], says("The clients, by name.")] = {}
-    operators: Annotated[Mapping[str, _Client], says("The operators, by name.")] = {}
-    expires_days: Annotated[_Days | None, says("How long keys that are made may be used.", default="for ever")] = None
-    age_days_max: Annotated[_Days | None, says("Older keys are to be rotated.", default="none for its age")] = None
+    instances: Annotated[Mapping[str, _Instance], doc("The instances, by name.")] = {}
+    clients: Annotated[Mapping[str, _Client], doc("The clients, by name.")] = {}
+    operators: Annotated[Mapping[str, _Client], doc("The operators, by name.")] = {}
+    expires_days: Annotated[_Days | None, doc("How long keys that are made may be used.", default="for ever")] = None
+    age_days_max: Annotated[_Days | None, doc("Older keys are to be rotated.", default="none for its age")] = None
 
 
 class Member(Struct, frozen=True):
@@ -83,7 +83,7 @@ class Fleet(Struct, frozen=True):
     def homes(self) -> list[Path]:
         return sorted({member.home for member in self.members.values()})
 
-    def known_in(self, home: Path) -> list[Member]:
+    def needed_in(self, home: Path) -> list[Member]:
         """Return the members whose public keys ``home`` needs: they call a member there, or are called by one."""
         names: set[str] = set()
         for member in self.members.values():
@@ -124,7 +124,7 @@ def read(path: Path) -> Fleet:
 # --- making -----------------------------------------------------------------------------------------------------------
 
 
-def make(fleet: Fleet, today: date) -> Iterator[str]:
+def create_missing(fleet: Fleet, today: date) -> Iterator[str]:
     """Create missing keys, and write the files that each folder needs; yield a text for each change.
 
     Raises KeysError, ConfigError.
@@ -132,13 +132,13 @@ def make(fleet: Fleet, today: date) -> Iterator[str]:
     expires = None if fleet.expires_days is None else today + timedelta(days=fleet.expires_days)
     for member in fleet.members.values():
         if not keys.read_pairs(member.folder):
-            keys.make(member.folder, member.role, expires)
+            keys.create(member.folder, member.role, expires)
             yield f"{member.name}: made keys in {member.folder}"
         elif member.public.keys != _complete(member).keys or _role(member.public) is not member.role:
-            keys.make(member.folder, member.role)
+            keys.create(member.folder, member.role)
             yield f"{member.name}: wrote its public file anew"
     for home in fleet.homes:
-        for known in fleet.known_in(home):
+        for known in fleet.needed_in(home):
             if known.home != home and _copy(known, home):
                 yield f"{known.name}: its public keys are in {home} now"
     for member in fleet.members.values():
@@ -246,7 +246,7 @@ def _settings_problems(member: Member) -> Iterator[str]:
 
 
 def _home_problems(fleet: Fleet, home: Path) -> Iterator[str]:
-    known = {member.name for member in fleet.known_in(home)}
+    known = {member.name for member in fleet.needed_in(home)}
     for member in fleet.members.values():
         if member.home == home:
             continue

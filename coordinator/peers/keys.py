@@ -172,7 +172,7 @@ def reminders(file: PublicFile, today: date, age_days_max: int | None, soon_days
             yield f"the key {public.key} is {(today - public.made).days} days old: rotate it"
 
 
-def make(folder: Path, role: Role = Role.INSTANCE, expires: date | None = None) -> tuple[KeyPair, ...]:
+def create(folder: Path, role: Role = Role.INSTANCE, expires: date | None = None) -> tuple[KeyPair, ...]:
     """Create a key pair for an owner with ``role`` if there is none, and write the public file anew; return all pairs.
 
     ``expires``: the last day of a new pair. Raises KeysError.
@@ -228,7 +228,7 @@ def _write(
     """Write the secret file, then the public one, so that no public key lacks its secret key. ``role`` None: keep the
     role."""
     path = secret_path(folder)
-    before, known = _known(folder)
+    before, known = _read_known(folder)
     try:
         make_folder(path.parent)
         text = "".join(f"{pair.public} {pair.secret}\n" for pair in pairs)
@@ -242,7 +242,7 @@ def _write(
     return pairs
 
 
-def _known(folder: Path) -> tuple[Role | None, Mapping[str, PublicKey]]:
+def _read_known(folder: Path) -> tuple[Role | None, Mapping[str, PublicKey]]:
     """Return role and public keys from the present files; a lost or unreadable public file gives no dates or role."""
     try:
         file = read_public_file(folder)
@@ -281,7 +281,7 @@ def ensure_machine_keys(settings: InstanceSettings, registry: Registry) -> bool:
         )
     has_some = bool(read_pairs(settings.folder))
     if not has_some:
-        make(settings.folder)
+        create(settings.folder)
     try:
         copy.announce(settings.name, settings.peer)
     except SharedHomeError:

@@ -31,21 +31,21 @@ class ProjectDaemon:
         self._registry = registry
         self._members: dict[str, ServiceProcess] = {}
         self._files = LogFiles(project.home, self._publish_states)
-        self._look_count = 0
-        self._look_requested = asyncio.Event()
+        self._reload_count = 0
+        self._reload_requested = asyncio.Event()
         self._stop_requests = StopRequests()
 
     async def run(self) -> None:
         """Run the services until a stop is requested."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(RELOAD_SIGNAL, self._look_requested.set)
+        loop.add_signal_handler(RELOAD_SIGNAL, self._reload_requested.set)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._request_stop)
         try:
-            self._look_requested.set()
+            self._reload_requested.set()
             while not self._stop_requests.count:
-                await self._look_requested.wait()
-                self._look_requested.clear()
+                await self._reload_requested.wait()
+                self._reload_requested.clear()
                 if not self._stop_requests.count:
                     await self._apply_project()
             await stop_all(self._members.values())
@@ -58,7 +58,7 @@ class ProjectDaemon:
         if before and self._stop_requests.count > before:  # again: at once
             for member in self._members.values():
                 member.stop()
-        self._look_requested.set()
+        self._reload_requested.set()
 
     async def _apply_project(self) -> None:
         try:
@@ -96,7 +96,7 @@ class ProjectDaemon:
                 member = self._members[name] = ServiceProcess(self._project, service, self._files, interactive=False)
             member.service = service
             member.start()
-        self._look_count += 1
+        self._reload_count += 1
         self._publish_states()
 
     def _print(self, text: str) -> None:
@@ -106,4 +106,4 @@ class ProjectDaemon:
         """Write the states of the services, for `immortal ps` and `up`."""
         states = {name: member.state_text for name, member in self._members.items()}
         with contextlib.suppress(OSError):  # a full disk: they ask the instances as well
-            run_lock.publish(self._project.home, COMMAND, states, self._look_count)
+            run_lock.publish(self._project.home, COMMAND, states, self._reload_count)

@@ -157,13 +157,13 @@ class CodeChange:
         newest = summary.checkpoints[-1].sequence_id if summary.checkpoints else -1
         return summary.last_sequence_id - newest
 
-    async def reset(self, say: Callable[[str], None]) -> None:
+    async def reset(self, report: Callable[[str], None]) -> None:
         """Delete the log of a stopped instance, and reset its peers' streams with it. Raises RegistryError."""
         settings = self._settings
         delete_log_of(settings)
         upgrade_mark.clear(settings.folder)
         for other in self._registry.names():
-            if other == settings.name or not self._has_met(other):
+            if other == settings.name or not self._has_streams_with(other):
                 continue
             deadline_s = time.monotonic() + RESET_TIMEOUT_S
             while True:
@@ -172,9 +172,9 @@ class CodeChange:
                     break
                 await asyncio.sleep(RESET_RETRY_S)  # the peer just stops or starts, as after a change of its own code
             for line in lines:
-                say(line)
+                report(line)
 
-    def _has_met(self, other: str) -> bool:
+    def _has_streams_with(self, other: str) -> bool:
         """Return True if the log of ``other`` has streams with this instance."""
         summary = own_logs.summary_of(self._registry.load(other))
         met = () if summary is None else (summary.peers, summary.sources, summary.acknowledged)

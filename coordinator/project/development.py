@@ -75,7 +75,7 @@ class Development:
         try:
             self._start_new(services)
             self._warn_of_missing(services)
-            await self._look_until_stopped()
+            await self._poll_until_stopped()
             await self._stop()
         finally:
             if self._interactive:
@@ -93,7 +93,7 @@ class Development:
 
     def _print(self, text: str, level: Level | None = None, name: str = OWN) -> None:
         for line in text.split("\n"):
-            self._console.line(name, line, level)
+            self._console.write_line(name, line, level)
 
     def _states(self) -> str:
         states = [f"{member.name} {member.state.value}" for member in self._members.values()]
@@ -176,7 +176,7 @@ class Development:
             files |= set(python_files(self._project.folder))
         self._files.watch({*files, str(self._project.file)} if self._watches else ())
 
-    async def _look_until_stopped(self) -> None:
+    async def _poll_until_stopped(self) -> None:
         while not self._stopping.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), LOOK_INTERVAL_S)

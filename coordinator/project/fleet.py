@@ -70,16 +70,16 @@ class State(enum.Enum):
 
 
 class OutputSink(Protocol):
-    def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
+    def write_line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
         """Accept one line of the service ``name``, of its coordinator (with ``level`` and ``clock``) or of its app."""
 
-    def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None:
+    def add_question(self, name: str, text: str, answer: Callable[[str], None]) -> None:
         """Accept the question ``text`` of the app of ``name``, which waits for a line; pass the line to ``answer``."""
 
-    def ended(self, name: str, state: str) -> None:
+    def on_ended(self, name: str, state: str) -> None:
         """Drop the questions of ``name``, whose `immortal run` has ended. ``state``: its state from now on."""
 
-    def changed(self) -> None:
+    def on_changed(self) -> None:
         """Show or publish the states, since one has changed."""
 
 
@@ -165,7 +165,7 @@ class ServiceProcess:
         assert process.stdout is not None
         assert process.stderr is not None
         readers = [
-            _LineReader(process.stdout, partial(self._sink.line, self.name), self._ask),
+            _LineReader(process.stdout, partial(self._sink.write_line, self.name), self._on_app_question),
             _LineReader(process.stderr, self._emit_coordinator_line, None),
         ]
         loop = asyncio.get_running_loop()
@@ -180,7 +180,7 @@ class ServiceProcess:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-            self._ended(status)
+            self._on_exit(status)
 
         loop.add_reader(death, collect)
         self._set_state(State.STARTING)
@@ -200,18 +200,18 @@ class ServiceProcess:
         """Wait for the end of `immortal run`; return its exit status, None if it was never started."""
         return None if self._exited is None else await asyncio.shield(self._exited)
 
-    def _ended(self, status: int) -> None:
+    def _on_exit(self, status: int) -> None:
         self._process = None
         self.exit_status = status
         if status < 0 and not self._stop_requested:
-            pause_s = self._pause.after(time.monotonic() - self._started_s, recovered=self._was_ready)
+            pause_s = self._pause.next_pause_s(time.monotonic() - self._started_s, recovered=self._was_ready)
             self._death = f"'immortal run' died: {ProcessExit(Role.COORDINATOR, 0, status)}"
-            self._sink.line(self.name, f"{self._death}; restarting it  pause_s={pause_s:g}", "error")
+            self._sink.write_line(self.name, f"{self._death}; restarting it  pause_s={pause_s:g}", "error")
             self._restart = asyncio.get_running_loop().call_later(pause_s, self._start_again)
             self._set_state(State.RESTARTING)
         else:
             self._set_state(State.STOPPED if status == 0 or self._stop_requested else State.FAILED)
-        self._sink.ended(self.name, self.state_text)
+        self._sink.on_ended(self.name, self.state_text)
         if self._exited is not None:
             self._exited.set_result(status)
 
@@ -226,10 +226,10 @@ class ServiceProcess:
     def _set_state(self, state: State) -> None:
         if state is not self.state:
             self.state, self.since_s = state, time.time()
-            self._sink.changed()
+            self._sink.on_changed()
 
-    def _ask(self, text: str) -> None:
-        self._sink.asks(self.name, text, self._answer)
+    def _on_app_question(self, text: str) -> None:
+        self._sink.add_question(self.name, text, self._answer)
 
     def _answer(self, text: str) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -239,10 +239,10 @@ class ServiceProcess:
     def _emit_coordinator_line(self, text: str) -> None:
         parsed = _LINE.fullmatch(text)
         if parsed is None or parsed["name"] != self.name:
-            self._sink.line(self.name, text)
+            self._sink.write_line(self.name, text)
             return
         level: Level = parsed["level"]  # type: ignore[assignment]  # one of them, by the pattern
-        self._sink.line(self.name, (parsed["sign"] + parsed["text"]).lstrip(" "), level, parsed["clock"])
+        self._sink.write_line(self.name, (parsed["sign"] + parsed["text"]).lstrip(" "), level, parsed["clock"])
         if parsed["sign"] == "> ":
             return
         said = parsed["text"]
@@ -254,27 +254,30 @@ class ServiceProcess:
         elif said.startswith(("the app died", "the app left", "the coordinator died", "restarting")):
             self._set_state(State.RESTARTING)
             if self._interactive:
-                self._sink.ended(self.name, self.state_text)  # nobody answers what a dead app has asked
+                self._sink.on_ended(self.name, self.state_text)  # nobody answers what a dead app has asked
 
 
 class _LineReader:
-    """Reader of a pipe: calls ``say`` with each line, and ``ask`` with a text that stays without an end of line."""
+    """Reader of a pipe: calls ``on_line`` with each line, and ``on_question`` with a text that stays without an end of
+    line."""
 
-    def __init__(self, pipe: IO[bytes], say: Callable[[str], None], ask: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, pipe: IO[bytes], on_line: Callable[[str], None], on_question: Callable[[str], None] | None
+    ) -> None:
         self._pipe = pipe
-        self._emit_line = say
-        self._ask = ask
+        self._on_line = on_line
+        self._on_question = on_question
         self._rest = b""
-        self._asking: asyncio.TimerHandle | None = None
+        self._question_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         os.set_blocking(pipe.fileno(), False)
         self._loop.add_reader(pipe.fileno(), self._read)
 
     def _read(self) -> bool:
         """Read once; return True if there may be more data."""
-        if self._asking is not None:
-            self._asking.cancel()
-            self._asking = None
+        if self._question_timer is not None:
+            self._question_timer.cancel()
+            self._question_timer = None
         try:
             data = os.read(self._pipe.fileno(), _READ_SIZE_BYTES)
         except BlockingIOError:
@@ -284,19 +287,19 @@ class _LineReader:
             return False
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            self._emit_line(_text(line))
+            self._on_line(_text(line))
         if len(self._rest) > LINE_SIZE_BYTES_MAX:
-            self._emit_line(_text(self._rest))
+            self._on_line(_text(self._rest))
             self._rest = b""
-        if self._rest and self._ask is not None:
-            self._asking = self._loop.call_later(QUESTION_AFTER_S, self._is_question)
+        if self._rest and self._on_question is not None:
+            self._question_timer = self._loop.call_later(QUESTION_AFTER_S, self._emit_question)
         return True
 
-    def _is_question(self) -> None:
-        self._asking = None
+    def _emit_question(self) -> None:
+        self._question_timer = None
         text, self._rest = _text(self._rest), b""
-        assert self._ask is not None
-        self._ask(text)
+        assert self._on_question is not None
+        self._on_question(text)
 
     def end(self) -> None:
         """Pass on the rest of the pipe of an ended process, and close the pipe."""
@@ -304,10 +307,10 @@ class _LineReader:
             pass
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._question_timer is not None:
+            self._question_timer.cancel()
         if self._rest:
-            self._emit_line(_text(self._rest))
+            self._on_line(_text(self._rest))
 
 
 def _text(line: bytes) -> str:
@@ -332,7 +335,7 @@ def register(registry: Registry, service: ServiceSpec) -> str:
     peer = given.pop("peer", PEER_DEFAULT)
     if service.name not in registry.names():
         settings = registry.register(service.name, peer, keyed=True, app=service.app, **given)
-        keys.make(settings.folder)
+        keys.create(settings.folder)
         own_logs.OwnLogs(settings.folder).create()
         return f"registered, peers at {settings.peer}"
     address = split_tcp(peer)

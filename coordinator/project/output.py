@@ -52,18 +52,18 @@ class Console:
         self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._colored = self._is_terminal and not os.environ.get("NO_COLOR")
         self._width = max(map(len, names), default=0)
-        self._known = list(names)
+        self._names = list(names)
         self._questions: deque[tuple[str, str, Answer]] = deque()  # service, text, and callback for the answer
-        self._held: deque[tuple[str, str, Level | None, str]] = deque()
+        self._queued_lines: deque[tuple[str, str, Level | None, str]] = deque()
         self._lost_count = 0
         self._drawn = False  # the line of states
         self._typed = b""
 
-    def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
+    def write_line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
         if self._questions:
-            self._held.append((name, text, level, clock))
-            if len(self._held) > LINES_HELD_MAX:
-                self._held.popleft()
+            self._queued_lines.append((name, text, level, clock))
+            if len(self._queued_lines) > LINES_HELD_MAX:
+                self._queued_lines.popleft()
                 self._lost_count += 1
         else:
             self._write(self._format_line(name, text, level, clock))
@@ -74,9 +74,9 @@ class Console:
             self._write(f"\n{self._format_line(name, text, None, '')}")
             self._show_question()
         else:
-            self.line(name, text)
+            self.write_line(name, text)
 
-    def changed(self) -> None:
+    def on_changed(self) -> None:
         if not self._questions and self._is_terminal:
             self._write("")
 
@@ -85,12 +85,12 @@ class Console:
         if level is not None:
             front = f"{clock} {level:<7} " if clock else "" if level == "info" else f"{level}: "
             shown = self._color(f"{front}{shown}", _LEVEL_COLORS[level]) if level in _LEVEL_COLORS else front + shown
-        return f"{self._named(name)} {shown}\n"
+        return f"{self._name_column(name)} {shown}\n"
 
-    def _named(self, name: str) -> str:
-        if name not in self._known:
-            self._known.append(name)
-        return self._color(f"{name:<{self._width}} |", _COLORS[self._known.index(name) % len(_COLORS)])
+    def _name_column(self, name: str) -> str:
+        if name not in self._names:
+            self._names.append(name)
+        return self._color(f"{name:<{self._width}} |", _COLORS[self._names.index(name) % len(_COLORS)])
 
     def _color(self, text: str, color: int) -> str:
         return f"\x1b[{color}m{text}\x1b[0m" if self._colored else text
@@ -105,12 +105,12 @@ class Console:
             self._stream.write(f"{erased}{text}{states}")
             self._stream.flush()
 
-    def asks(self, name: str, text: str, answer: Answer) -> None:
+    def add_question(self, name: str, text: str, answer: Answer) -> None:
         self._questions.append((name, text, answer))
         if len(self._questions) == 1:
             self._show_question()
 
-    def ended(self, name: str, state: str) -> None:
+    def on_ended(self, name: str, state: str) -> None:
         """Drop the questions of ``name``, which has ended."""
         self._drop(lambda question: question[0] == name)
 
@@ -123,9 +123,9 @@ class Console:
             if letter and letter in choices:
                 answered.set_result(letter)
             else:
-                self.asks(name, text, on_answer)
+                self.add_question(name, text, on_answer)
 
-        self.asks(name, text, on_answer)
+        self.add_question(name, text, on_answer)
         try:
             return await answered
         finally:
@@ -138,22 +138,22 @@ class Console:
         self._questions = deque(one for one in self._questions if not which(one))
         if not self._questions or self._questions[0] is not shown:
             self._write("\n")
-            self._next()
+            self._show_next()
 
     def _show_question(self) -> None:
         name, text, _ = self._questions[0]
-        self._write(f"{self._named(name)} {printable(text)}")
+        self._write(f"{self._name_column(name)} {printable(text)}")
 
-    def _next(self) -> None:
+    def _show_next(self) -> None:
         if self._questions:
             self._show_question()
             return
         if self._lost_count:
             self._write(f"... {self._lost_count} lines are left out\n")
             self._lost_count = 0
-        while self._held and not self._questions:
-            self._write(self._format_line(*self._held.popleft()))
-        self.changed()
+        while self._queued_lines and not self._questions:
+            self._write(self._format_line(*self._queued_lines.popleft()))
+        self.on_changed()
 
     def listen(self) -> None:
         """Read answers from stdin until :meth:`close`."""
@@ -164,7 +164,7 @@ class Console:
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         self._states = lambda: ""
         self._questions.clear()
-        self._next()
+        self._show_next()
         self._write("")
 
     def _read(self) -> None:
@@ -179,7 +179,7 @@ class Console:
             if self._questions:
                 answer = self._questions.popleft()[2]
                 answer(line.decode("utf-8", "replace").rstrip("\r"))
-                self._next()
+                self._show_next()
 
 
 FILE_NAME = "output.log"
@@ -195,13 +195,13 @@ class _Rotating(RotatingFileHandler):
 class LogFiles:
     """Log files with the output of services. ``size_bytes_max``: size of a file at which the next one begins."""
 
-    def __init__(self, home: Path, changed: Callable[[], None], size_bytes_max: int = SIZE_BYTES_MAX) -> None:
+    def __init__(self, home: Path, on_changed: Callable[[], None], size_bytes_max: int = SIZE_BYTES_MAX) -> None:
         self._home = home
-        self.changed = changed
+        self.on_changed = on_changed
         self._size_bytes_max = size_bytes_max
         self._files: dict[str, _Rotating] = {}
 
-    def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
+    def write_line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
         if name not in self._files:
             make_folder(self._home / name)
             path = self._home / name / FILE_NAME
@@ -213,11 +213,11 @@ class LogFiles:
         whole = f"{at} {level or '-'} {printable(text)}"
         self._files[name].emit(LogRecord(name, 0, "", 0, whole, None, None))
 
-    def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None:
+    def add_question(self, name: str, text: str, answer: Callable[[str], None]) -> None:
         """Write the question as a line: nobody can answer it."""
-        self.line(name, text)
+        self.write_line(name, text)
 
-    def ended(self, name: str, state: str) -> None:
+    def on_ended(self, name: str, state: str) -> None:
         """Write to stderr, the project's own log, how a service ended that nobody stopped."""
         if state != "stopped":
             print(f"{name}: {state}", file=sys.stderr, flush=True)  # noqa: T201 (to the file of the daemon)
@@ -273,9 +273,9 @@ class Tail:
 def merge_by_time(tails: Iterable[Tail], count: int | None = None) -> Iterator[tuple[str, str]]:
     """Yield (name, line) of all services, ordered by time. ``count``: only so many last lines of each; None: all."""
 
-    def of(tail: Tail) -> Iterator[tuple[str, str, str]]:
+    def dated(tail: Tail) -> Iterator[tuple[str, str, str]]:
         lines = tail.all_lines()
         for line in lines if count is None else deque(lines, count):
             yield line.partition(" ")[0], tail.name, line
 
-    return ((name, line) for _, name, line in heapq.merge(*(of(tail) for tail in tails), key=lambda one: one[0]))
+    return ((name, line) for _, name, line in heapq.merge(*(dated(tail) for tail in tails), key=lambda one: one[0]))

@@ -41,8 +41,8 @@ from immortal.coordinator.config.values import (
     Name,
     WrongValueError,
     check_app,
+    doc,
     kind,
-    says,
     split_tcp,
     whole,
 )
@@ -188,9 +188,9 @@ class Project:
         write_atomically(self.file, tomlkit.dumps(document).encode(), mode=stat.S_IMODE(self.file.stat().st_mode))
         return given.app
 
-    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment for the processes of a service; ``own``: the variables of its table."""
-        return {**os.environ, HOME_VARIABLE: str(self.home), **own}
+    def environment(self, overrides: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment for the processes of a service; ``overrides``: the variables of its table."""
+        return {**os.environ, HOME_VARIABLE: str(self.home), **overrides}
 
 
 def find_project(given: Path | None, home: Path | None = None) -> Project:
@@ -312,33 +312,33 @@ class Service(InstanceSettings, frozen=True, kw_only=True):
 
     name: str = ""  # the table's
     folder: Path = Path()
-    log: Annotated[Log, says("The log's folder, or its URL: lmdb:FOLDER.", default="HOME/NAME/log")] = ""
+    log: Annotated[Log, doc("The log's folder, or its URL: lmdb:FOLDER.", default="HOME/NAME/log")] = ""
     peer: Annotated[
         str,
         kind("ENDPOINT", 'an endpoint such as "tcp://127.0.0.1:7001", or "tcp://127.0.0.1:*"', read=_peer),
-        says("Address for its peers; * takes a free port."),
+        doc("Address for its peers; * takes a free port."),
     ] = PEER_DEFAULT
     app: Annotated[
         str | None,
         kind("", '"module:Class", or a file of this folder with one service, such as "shop.py"', read=_app),
-        says("Its class."),
+        doc("Its class."),
     ] = None
-    count: Annotated[int, whole(1, COUNT_MAX), says("Number of instances: NAME-1, NAME-2 and so on.")] = 1
+    count: Annotated[int, whole(1, COUNT_MAX), doc("Number of instances: NAME-1, NAME-2 and so on.")] = 1
     environment: Annotated[
         tuple[tuple[str, str], ...],
         kind("", 'a table of names and texts, such as { CURRENCY = "EUR" }', read=_environment),
-        says("Environment variables of its processes."),
+        doc("Environment variables of its processes."),
     ] = ()
     effects: Annotated[
         tuple[tuple[str, str], ...],
         kind("", 'a table of functions, such as { "shop:charge" = "fakes:charge" }', read=_effects),
-        says("Functions that replace those of effects, in 'immortal dev' alone."),
+        doc("Functions that replace those of effects, in 'immortal dev' alone."),
     ] = ()
 
 
 class ProjectFile(Struct, frozen=True, kw_only=True):
-    name: Annotated[Name | None, says("Name of the project.", default="the folder's name")] = None
-    services: Annotated[Mapping[str, Service], says("Its services, by name.")] = field(default_factory=dict)
+    name: Annotated[Name | None, doc("Name of the project.", default="the folder's name")] = None
+    services: Annotated[Mapping[str, Service], doc("Its services, by name.")] = field(default_factory=dict)
 
 
 class GivenService(Struct, frozen=True):

@@ -242,7 +242,7 @@ class Outcome(enum.Enum):
     FENCED = "another process writes the log"
 
 
-def classify_exit(first: ProcessExit, second: ProcessExit, second_was_told: bool) -> Outcome:
+def classify_exit(first: ProcessExit, second: ProcessExit, second_was_signalled: bool) -> Outcome:
     """Classify the end of both: ``first`` died by itself, then ``second`` by itself or, if told, by a signal."""
     if first.role is Role.APP and first.returncode == STATUS_HANDLER_FAILED:
         return Outcome.HANDLER_FAILED
@@ -255,7 +255,7 @@ def classify_exit(first: ProcessExit, second: ProcessExit, second_was_told: bool
         return Outcome.FENCED
     if first.returncode == STATUS_CALLED_WRONGLY:
         return Outcome.CALLED_WRONGLY
-    if first.returncode == 0 and second.returncode == 0 and not second_was_told:
+    if first.returncode == 0 and second.returncode == 0 and not second_was_signalled:
         return Outcome.STOPPED
     return Outcome.DIED
 
@@ -281,7 +281,7 @@ class RestartBackoff:
         self._next_s = RESTART_BACKOFF_S_MIN
         self._at_once = at_once
 
-    def after(self, life_s: float, *, recovered: bool) -> float:
+    def next_pause_s(self, life_s: float, *, recovered: bool) -> float:
         """Return the pause after a life of ``life_s``, in seconds. ``recovered``: the start itself had succeeded."""
         if life_s >= RESTART_BACKOFF_RESET_S:
             self._next_s = RESTART_BACKOFF_S_MIN

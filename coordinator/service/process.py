@@ -86,21 +86,21 @@ def start_turn(home: Path) -> Callable[[], None]:
     """
     count = STARTS_PER_PROCESSOR * (os.cpu_count() or 1)
     places = (home / f".start-{number}" for number in (*range(count), os.getpid() % count))
-    taken: list[int] = []
+    locks: list[int] = []
     try:
         for tried, place in enumerate(places):
-            taken.append(open_lock(place))
+            locks.append(open_lock(place))
             try:
-                fcntl.flock(taken[0], fcntl.LOCK_EX | (fcntl.LOCK_NB if tried < count else 0))
+                fcntl.flock(locks[0], fcntl.LOCK_EX | (fcntl.LOCK_NB if tried < count else 0))
                 break
             except BlockingIOError:
-                os.close(taken.pop())
+                os.close(locks.pop())
     except OSError:  # a process that can't write there starts without a turn
         return lambda: None
 
     def done() -> None:
         with contextlib.suppress(IndexError):
-            os.close(taken.pop())
+            os.close(locks.pop())
 
     timer = threading.Timer(START_TURN_S, done)
     timer.daemon = True

@@ -104,10 +104,10 @@ class Coordinator:
         follower_settings: InstanceSettings | None = None,
         make_app: MakeApp | None = None,
     ) -> None:
-        if settings.leaves_keeping_open and os.environ.get(KEEP_ALL_VARIABLE):
+        if settings.sets_no_retention and os.environ.get(KEEP_ALL_VARIABLE):
             settings = replace(settings, keep_checkpoints=None)
         self._settings = settings
-        self._own_settings = own_settings = follower_settings or settings
+        self._local_settings = local_settings = follower_settings or settings
         self._registry = registry
         self._line_sink = RateLimitedSink(lines)
         self._metrics = None if settings.metrics is None else Metrics(settings)
@@ -153,12 +153,12 @@ class Coordinator:
         self._timings = self._make_timings()
         self._epoll = select.epoll()
         self._app: AppInterface = (
-            AppEndpoint(own_settings, log, self._epoll)
+            AppEndpoint(local_settings, log, self._epoll)
             if make_app is None
-            else make_app(self, own_settings, log, self._epoll)
+            else make_app(self, local_settings, log, self._epoll)
         )
         self._peers = PeerEndpoint(settings, registry, log, post if self._timings is None else self._post_timed)
-        keep_ns = None if settings.kept_days is None else settings.kept_days * DAY_NS
+        keep_ns = None if settings.log_days is None else settings.log_days * DAY_NS
         self._log_endpoint = LogEndpoint(
             store,
             self._make_writer,
@@ -170,7 +170,7 @@ class Coordinator:
             self._log_granted,
         )
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
-        self._control = ControlServer(own_settings.folder)
+        self._control = ControlServer(local_settings.folder)
         self._operator = OperatorEndpoint(
             machine, self._app, self._peers, self._log_endpoint, self._clock, self._auditor, post, self.request_stop
         )
@@ -200,7 +200,7 @@ class Coordinator:
             if self._machine.state.write_lease.writes:
                 self._become_instance()
             else:
-                control.announce(self._own_settings.folder, self._control.listen())
+                control.announce(self._local_settings.folder, self._control.listen())
                 self._log.info("coordinator started, to follow", **self._app.addresses)
             while not self._machine.stopped:
                 self._poll()
@@ -225,9 +225,9 @@ class Coordinator:
         self._is_the_instance = True
         settings = self._settings
         self._peers.listen()
-        if self._own_settings is not settings:
+        if self._local_settings is not settings:
             self._epoll.unregister(self._control_fileno)
-            control.withdraw(self._own_settings.folder)
+            control.withdraw(self._local_settings.folder)
             self._control.close()
             self._control = ControlServer(settings.folder)
             self._control_fileno = self._control.fileno()
@@ -262,7 +262,7 @@ class Coordinator:
 
     def _post_timed(self, event: ev.Event) -> None:
         if self._timings is not None:
-            self._timings.arrived(event)
+            self._timings.on_event(event)
         self._inbox.append(event)
 
     def _make_writer(self, store: RowLogStore) -> LogWriter:
@@ -272,14 +272,14 @@ class Coordinator:
         return LogWriter(
             store,
             keep_checkpoints=self._settings.keep_checkpoints,
-            keep_bytes=None if self._settings.kept_mib is None else self._settings.kept_mib * MIB,
+            keep_bytes=None if self._settings.log_mib is None else self._settings.log_mib * MIB,
             inline_size_bytes_max=self._settings.tuning.commit_inline_kib_max << 10,
             times=times,
-            was_committed=None if self._timings is None else self._timings.durable,
+            was_committed=None if self._timings is None else self._timings.on_durable,
         )
 
     def _log_granted(self, store: RowLogStore) -> None:
-        if self._own_settings is not self._settings:
+        if self._local_settings is not self._settings:
             summary = store.summary()
             self._clock.take_over(summary)
             if summary.versions:  # another process may have done the requested upgrade
@@ -299,7 +299,7 @@ class Coordinator:
         if not (peers_ready and len(ready) == 1) or app.is_due(now_ns):
             inbox += app.process(ready)
         if self._machine.waits_for_app:
-            inbox += app.take_sent()
+            inbox += app.pop_sent_events()
         peers_due = peers_ready or (self._peers_due_ns is not None and now_ns >= self._peers_due_ns)
         if peers_due and peers.process(now_ns, ready=peers_ready):
             peers.audit(self._auditor, self._machine.view.refusals, now_ns)
@@ -312,8 +312,8 @@ class Coordinator:
             self._clock_due_ns = now_ns + TICK_NS
             self._clock.tick()
             self._log_endpoint.poll()
-            inbox += self._clock.take_events()
-        inbox += self._clock.take_due(now_ns)
+            inbox += self._clock.pop_events()
+        inbox += self._clock.due_events(now_ns)
         if self._stop_deadline_ns is not None and now_ns > self._stop_deadline_ns:
             self._stop_without_checkpoint()
 
@@ -405,12 +405,12 @@ class Coordinator:
             signal.signal(number, signal.SIG_IGN)  # one more signal must not change the exit status
         self._peers.close()
         # Withdraw the files before the socket closes: a client that loses its connection reads them
-        for each in (self._settings, self._own_settings):
+        for each in (self._settings, self._local_settings):
             control.withdraw(each.folder)
         self._control.close()
         self._clock.close()
         self._log_endpoint.close()
-        if self._own_settings is not self._settings and self._log_endpoint.store is not None:
+        if self._local_settings is not self._settings and self._log_endpoint.store is not None:
             self._log_endpoint.store.close()
         if self._timings is not None:
             self._timings.close()
@@ -536,7 +536,7 @@ def run_coordinator(
     retain_freed_memory(ARENAS_MAX if make_app is None else None)
     process.raise_descriptor_limit()
     ensure_machine_keys(settings, registry)
-    with registry.kept():
+    with registry.synchronized():
         instance_log = InstanceLog(settings, log, trust_pickle=trust_pickle)
         try:
             if follower_settings is not None:

@@ -186,7 +186,7 @@ class Supervisor:
                 continue
             if self._stop_requests.count or not (self._restart or self._restart_asked):
                 return 0 if outcome is Outcome.STOPPED else 1
-            pause_s = pause.after(life_s, recovered=self._was_ready)
+            pause_s = pause.next_pause_s(life_s, recovered=self._was_ready)
             self._log.info("restarting", pause_s=pause_s)
             self._wait_for(lambda: self._is_asked, pause_s)
             if self._stop_requests.count:
@@ -213,7 +213,7 @@ class Supervisor:
                 self._log.error(f"the app died: {dead}; its coordinator goes on", pid=dead.pid)
                 if self._app_was_ready:  # after a recovery it is restarted at once, however often
                     pause = RestartBackoff(APP_DEATHS_AT_ONCE)
-                pause_s = pause.after(time.monotonic() - started_s, recovered=False)
+                pause_s = pause.next_pause_s(time.monotonic() - started_s, recovered=False)
                 self._log.info("restarting", pause_s=pause_s)
             interrupted = self._wait_for(lambda: self._is_asked or Role.COORDINATOR in self._exits, pause_s)
             if Role.COORDINATOR in self._exits:
@@ -293,14 +293,14 @@ class Supervisor:
             for role, child in self._children.items():
                 self._log.warning(f"the {role.value} has not ended within {waited}", pid=child.process.pid)
         exits = [self._terminate(role) for role in Role if role in self._children or role in self._exits]
-        failed = [one for one in exits if one.returncode != 0 and not self._died_starting(one)]
+        failed = [one for one in exits if one.returncode != 0 and not self._died_during_start(one)]
         for one in failed:
             self._log.error(f"the {one.role.value} ended with {one}, not with status 0", pid=one.pid)
         if not failed:
             self._log.info("both stopped")
         return 1 if failed else 0
 
-    def _died_starting(self, one: ProcessExit) -> bool:
+    def _died_during_start(self, one: ProcessExit) -> bool:
         """Return True if SIGTERM ended a process that was still starting, and so had not begun any work."""
         was_ready = self._app_was_ready if one.role is Role.APP else self._was_ready
         return not was_ready and one.returncode in (-signal.SIGTERM, STATUS_TERMINATED)

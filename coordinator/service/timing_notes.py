@@ -61,26 +61,26 @@ class Arrived(Struct):
     time_ns: int
 
 
-Seen = Submitted | Durable | Given | Arrived
+Observation = Submitted | Durable | Given | Arrived
 
 
 class TimingRecorder:
     """Recorder of one running coordinator's timings, in the folder of its instance. Times are monotonic, in ns.
 
-    ``limit_bytes``: largest size of its segments. ``say``: called with the reason if they can't be written.
+    ``limit_bytes``: largest size of its segments. ``report``: called with the reason if they can't be written.
     """
 
     def __init__(
         self,
         folder: Path,
         limit_bytes: int,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._clock_ns = clock_ns
         self._rows = RowBuilder()
-        self._writer = SegmentWriter(folder / FOLDER_NAME, COORDINATOR, limit_bytes, say)
-        self._noting: Noting[Seen] = Noting(self._write)
+        self._writer = SegmentWriter(folder / FOLDER_NAME, COORDINATOR, limit_bytes, report)
+        self._noting: Noting[Observation] = Noting(self._write)
 
     def observe(self, effect: ef.Effect) -> None:
         """Note an effect, just before it is carried out."""
@@ -100,11 +100,11 @@ class TimingRecorder:
             if header.sequence_id >= 0 and header.size_bytes == len(effect.data):
                 self._noting.put(Given(header.sequence_id, self._clock_ns()))
 
-    def durable(self, ticket: int) -> None:
+    def on_durable(self, ticket: int) -> None:
         """Note that the commit of ``ticket``, and all before it, are durable. For any thread."""
         self._noting.put(Durable(ticket, self._clock_ns()))
 
-    def arrived(self, event: ev.Event) -> None:
+    def on_event(self, event: ev.Event) -> None:
         """Note an event when it arrives."""
         if type(event) is ev.PeerFrameReceived and event.frame.frame_type is FrameType.BATCH:
             frame = event.frame
@@ -118,11 +118,11 @@ class TimingRecorder:
     def close(self) -> None:
         """Write what was observed, and close the segments."""
         self._noting.close()
-        self._write_rows(self._rows.rest())
+        self._write_rows(self._rows.pop_rest())
         self._writer.close()
 
-    def _write(self, seen: list[Seen]) -> None:
-        for observation in seen:
+    def _write(self, observations: list[Observation]) -> None:
+        for observation in observations:
             self._write_rows(self._rows.add(observation))
 
     def _write_rows(self, rows: list[TimingRow]) -> None:
@@ -139,44 +139,44 @@ class RowBuilder:
         self._undurable: deque[Submitted] = deque()
         self._arrivals: OrderedDict[tuple[int, str], deque[Arrived]] = OrderedDict()
 
-    def add(self, seen: Seen) -> list[TimingRow]:
-        if isinstance(seen, Submitted):
-            return self._submitted(seen)
-        if isinstance(seen, Durable):
-            while self._undurable and self._undurable[0].ticket <= seen.ticket:
-                self._undurable.popleft().durable_ns = seen.time_ns
-        elif isinstance(seen, Arrived):
-            self._arrived(seen)
-        elif seen.sequence_id in self._waiting:
-            place = next(place for place, waiting in enumerate(self._waiting, 1) if waiting == seen.sequence_id)
-            return self._take(place, seen.time_ns)
+    def add(self, observation: Observation) -> list[TimingRow]:
+        if isinstance(observation, Submitted):
+            return self._add_submitted(observation)
+        if isinstance(observation, Durable):
+            while self._undurable and self._undurable[0].ticket <= observation.ticket:
+                self._undurable.popleft().durable_ns = observation.time_ns
+        elif isinstance(observation, Arrived):
+            self._add_arrived(observation)
+        elif observation.sequence_id in self._waiting:
+            place = next(place for place, waiting in enumerate(self._waiting, 1) if waiting == observation.sequence_id)
+            return self._pop_rows(place, observation.time_ns)
         return []
 
-    def rest(self) -> list[TimingRow]:
+    def pop_rest(self) -> list[TimingRow]:
         """Return the rows of records that were not sent to the app."""
-        return self._take(len(self._waiting))
+        return self._pop_rows(len(self._waiting))
 
-    def _submitted(self, seen: Submitted) -> list[TimingRow]:
+    def _add_submitted(self, observation: Submitted) -> list[TimingRow]:
         rows: list[TimingRow] = []
-        if seen.sequence_id in self._waiting:  # submitted again, as the log did not answer
+        if observation.sequence_id in self._waiting:  # submitted again, as the log did not answer
             return rows
         if len(self._waiting) >= RECORDS_MAX:
-            rows = self._take(1)
-        self.committer_id = seen.committer_id
-        self._waiting[seen.sequence_id] = seen
-        self._undurable.append(seen)
+            rows = self._pop_rows(1)
+        self.committer_id = observation.committer_id
+        self._waiting[observation.sequence_id] = observation
+        self._undurable.append(observation)
         return rows
 
-    def _arrived(self, seen: Arrived) -> None:
-        known = self._arrivals.get(seen.source)
+    def _add_arrived(self, observation: Arrived) -> None:
+        known = self._arrivals.get(observation.source)
         if known is None:
-            known = self._arrivals[seen.source] = deque(maxlen=ARRIVALS_MAX)
+            known = self._arrivals[observation.source] = deque(maxlen=ARRIVALS_MAX)
             if len(self._arrivals) > SOURCES_MAX:
                 self._arrivals.popitem(last=False)
-        if not known or known[-1].last_position < seen.last_position:  # otherwise the source sent it again
-            known.append(seen)
+        if not known or known[-1].last_position < observation.last_position:  # otherwise the source sent it again
+            known.append(observation)
 
-    def _take(self, count: int, given_ns: int = 0) -> list[TimingRow]:
+    def _pop_rows(self, count: int, given_ns: int = 0) -> list[TimingRow]:
         """Return the rows of the oldest ``count`` records; the last of them went to the app at ``given_ns``."""
         rows: list[TimingRow] = []
         for left in range(count, 0, -1):

@@ -127,7 +127,7 @@ def run(
         peer = "tcp://127.0.0.1:*" if networks is None else f"tcp://{ADDRESSES[SIDES[name]]}:{PEER_PORT}"
         settings = registry.register(name, peer, **trimming)
         if networks is not None:
-            keys.make(settings.folder)  # required outside loopback
+            keys.create(settings.folder)  # required outside loopback
     instances: list[Instance] = []
 
     def start(name: str) -> Instance:

@@ -45,7 +45,7 @@ def copy(state: Mapping[str, Any], folder: Path, store: Objects, progress: Calla
 
 
 def _copy(state: Mapping[str, Any], folder: Path, store: Objects, table: str, progress: Callable[[str], None]) -> int:
-    place, app = f"{store.where}/{table}", f"immortal-{state['id']}"
+    place, app = f"{store.location}/{table}", f"immortal-{state['id']}"
     try:
         there = DeltaTable(place) if DeltaTable.is_deltatable(place) else None
         done = there.transaction_version(app) if there is not None else 0

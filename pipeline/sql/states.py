@@ -16,8 +16,8 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.log.reader import LogReader
 from immortal.protocol import decoding
 from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
-from immortal.replay.app_process import own_code, write_rows
-from immortal.replay.plan import LogViewError, never_was
+from immortal.replay.app_process import code_of_record, write_rows
+from immortal.replay.plan import LogViewError, unshowable_state_text
 from immortal.replay.verify import ProvingSink, state_problem
 
 AS_OF = "as_of_record"  # the first column of a state
@@ -52,7 +52,7 @@ def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id
     name = settings.name
     summary = reader.summary()
     route = plan_route(ReplayPlan(last_sequence_id=last_sequence_id), reader, summary)
-    own = own_code(settings, summary, route.last_version, last_sequence_id)
+    own = code_of_record(settings, summary, route.last_version, last_sequence_id)
     with tempfile.TemporaryDirectory(prefix="immortal-sql-") as folder:
         blob, rows = Path(folder) / "state", Path(folder) / "rows"
         proving = ProvingSink(reader, route)
@@ -69,7 +69,7 @@ def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id
         if result.news:
             problem = f"record {result.news[0].sequence_id}, message {result.news[0].message_index} fails now"
         if problem:
-            raise LogViewError(never_was(name, problem))
+            raise LogViewError(unshowable_state_text(name, problem))
         write_rows(own.app, blob, rows, own.archive)
         tables = read_tables(rows)
     as_of = pa.array([last_sequence_id])

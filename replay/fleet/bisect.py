@@ -53,14 +53,14 @@ def bisect(
     git_range: str,
     trials: Trials,
     is_bad: Callable[[FleetOutcome], bool],
-    tell: Callable[[Commit], None],
+    report: Callable[[Commit], None],
     *,
     at_once: int = 1,
 ) -> Bisection:
     """Find the first commit of ``git_range`` ("A..B", first parents only) whose outcome ``is_bad``.
 
     Like ``git bisect`` it assumes that all commits after a bad one are bad. ``trials`` gets ``at_once`` commits.
-    ``tell`` receives each tried commit. Raises ReplayError for an invalid range, or if A is bad or can't be tried.
+    ``report`` receives each tried commit. Raises ReplayError for an invalid range, or if A is bad or can't be tried.
     """
     if not repository.is_dir():
         raise ReplayError(f"'{repository}': a folder of a git repository was expected beside a range of commits")
@@ -76,14 +76,14 @@ def bisect(
     tried: list[Commit] = []
     outcomes: dict[str, FleetOutcome] = {}
 
-    def find(some: Sequence[Commit]) -> None:
-        for commit, result in zip(some, trials(some), strict=True):
+    def find(chosen: Sequence[Commit]) -> None:
+        for commit, result in zip(chosen, trials(chosen), strict=True):
             if isinstance(result, ReplayError):
                 commit.found, commit.problem = "can't be tried", str(result)
             else:
                 commit.found, outcomes[commit.id] = "bad" if is_bad(result) else "good", result
             tried.append(commit)
-            tell(commit)
+            report(commit)
 
     ends = [commits[0], commits[-1]]
     find(ends[:at_once])
@@ -96,8 +96,8 @@ def bisect(
     if commits[high].problem:
         raise ReplayError(f"{commits[high]}, the last of the range, is {_why(commits[high])}")
     while left := [one for one in commits[low + 1 : high] if not one.found]:
-        some = {(len(left) * number - 1) // (at_once + 1) for number in range(1, at_once + 1)}  # evenly among them
-        find([left[index] for index in sorted(some)])
+        chosen = {(len(left) * number - 1) // (at_once + 1) for number in range(1, at_once + 1)}  # evenly among them
+        find([left[index] for index in sorted(chosen)])
         high = next(index for index in range(low + 1, high + 1) if commits[index].found == "bad")
         low = max(index for index in range(low, high) if commits[index].found == "good")
     first = commits[high]

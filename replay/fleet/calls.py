@@ -66,7 +66,7 @@ class CallComparison:
     def miss(self, service: Service, place: Place, cause: int | None) -> None:
         """Note that the message at ``place`` is missing, so that its outputs of then are missing too."""
         time_ns = service.log.time_of(place[0])
-        for destination, outputs in service.recorded.made(place).items():
+        for destination, outputs in service.recorded.outputs_of(place).items():
             for output in outputs:
                 was = output.message
                 self._add(service, Difference(service.name, "missing", destination, place, was, None, cause, time_ns))
@@ -143,7 +143,7 @@ class CallComparison:
             return None
         if not is_new:
             return service.recorded.draws.began(service.recorded.draws.task_of(number))
-        return service.player.began(number)
+        return service.player.start_of_call(number)
 
     def _note_changed_call(self, service: Service, one: Difference) -> None:
         """Note a changed call's old number: answers have it."""

@@ -116,7 +116,7 @@ class Service(Struct, eq=False):
     time_ns: int = 0
     timer_ns: int = 0
     state_cause: int | None = None
-    taken: dict[str, int] = field(default_factory=dict)
+    received_positions: dict[str, int] = field(default_factory=dict)
     done: set[Place] = field(default_factory=set)  # messages that arrived before their place
     open: dict[Place, int | None] = field(default_factory=dict)  # missing messages: the difference that caused it
     effects: dict[int, str] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Service(Struct, eq=False):
         """Return the name of the service that receives this service's stream to ``destination``."""
         return destination or self.name
 
-    def tell(self, sequence_id: int, indices: Iterable[int] | None = None) -> None:
+    def pass_draws(self, sequence_id: int, indices: Iterable[int] | None = None) -> None:
         """Give the run the numbers that the executions which these messages start (None: all of the record) drew in
         the log's run."""
         draws = self.recorded.draws
@@ -166,7 +166,7 @@ class Service(Struct, eq=False):
         )
 
     @property
-    def is_there(self) -> bool:
+    def has_joined(self) -> bool:
         """True if the service has reached the others' time, after its initial message: no new message is earlier."""
         record = self.next_record
         return self.reached >= 0 and (record is None or record.time_ns > self.joined_ns)

@@ -24,7 +24,7 @@ from immortal.coordinator.log.open import log_exists
 from immortal.coordinator.log.reader import LogReader
 from immortal.protocol import personal_keys
 from immortal.protocol.errors import ImmortalError
-from immortal.replay.app_process import code_environment, forgotten_notes, own_code_at_end
+from immortal.replay.app_process import code_at_end, code_environment, forgotten_notes
 from immortal.replay.fleet.model import Answer, Check, Logs, Rules
 from immortal.replay.fleet.outcome import FleetOutcome, what_if_fleet
 from immortal.replay.fleet.player import first_checkpoint, limited
@@ -129,7 +129,7 @@ def opened_fleet(
         @cache
         def code_of(name: str) -> Definition:
             settings, route = registry.load(name), first_checkpoint(readers[name], None)
-            own = own_code_at_end(settings, readers[name].summary(), route)
+            own = code_at_end(settings, readers[name].summary(), route)
             return load_definition(own.app, own.archive)
 
         yield OpenedFleet(readers, apps, code_of, notes)

@@ -233,7 +233,7 @@ def what_if_fleet(
             raise ReplayError(f"{name!r} has no log here: {', '.join(sorted(logs.sources)) or 'no service'} has one")
     recorded: dict[str, Recorded] = {}
     if rules.check is None and not details and not orders:
-        found = _screened(logs, seeds, recorded, goes_on=orders is None)
+        found = _screened(logs, seeds, recorded, continues=orders is None)
         if orders is not None or not found.is_different:
             return found
     broken_in_record: BrokenCheck | None = None
@@ -265,9 +265,9 @@ def what_if_fleet(
     return first
 
 
-def _screened(logs: Logs, seeds: int, recorded: dict[str, Recorded], *, goes_on: bool) -> FleetOutcome:
+def _screened(logs: Logs, seeds: int, recorded: dict[str, Recorded], *, continues: bool) -> FleetOutcome:
     """Return the outcome if the changed code does the same in each service by itself; it is different if that is not
-    certain. Add the runs of the logs' code to ``recorded``. ``goes_on``: as for :func:`screen`.
+    certain. Add the runs of the logs' code to ``recorded``. ``continues``: as for :func:`screen`.
     """
     services: list[ServiceOutcome] = []
     others = sorted(logs.sources.keys() - logs.changes.keys())
@@ -278,7 +278,7 @@ def _screened(logs: Logs, seeds: int, recorded: dict[str, Recorded], *, goes_on:
         try:
             route = first_checkpoint(source, logs.begin_ns)
             codes = logs.code(name), new
-            recorded[name], is_same = screen(source, route, *codes, logs.outsiders, logs.to_ns, goes_on=goes_on)
+            recorded[name], is_same = screen(source, route, *codes, logs.outsiders, logs.to_ns, continues=continues)
         except ReplayError:
             return found  # the run says why
         if not is_same:
@@ -404,7 +404,7 @@ def _hours(simulation: Simulation, words: _Words) -> list[Hour]:
 
     for name, service in simulation.services.items():
         for record in service.log.records():
-            for made in service.recorded.made_in(record.sequence_id).values():
+            for made in service.recorded.outputs_by_place(record.sequence_id).values():
                 for destination, outputs in made.items():
                     for output in outputs:
                         hour(name, destination, output.message, record.time_ns).recorded += 1

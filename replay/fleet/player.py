@@ -115,13 +115,13 @@ class Made(Struct, array_like=True, frozen=True):
 
 
 class Turn(Struct, array_like=True):
-    """Result of one record: ``said``: the app's output as bytes, ``made``: runs of its messages.
+    """Result of one record: ``output``: the app's output as bytes, ``made``: runs of its messages.
 
     ``name``: of the service. ``stopped``: why the app stopped; "" if it continues.
     """
 
     name: str
-    said: bytes = b""
+    output: bytes = b""
     made: list[Made] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     draws: list[RandomDraw] = field(default_factory=list)
@@ -131,22 +131,22 @@ class Turn(Struct, array_like=True):
     def outputs(self) -> Iterator[Output]:
         """Messages that the code sent, one by one."""
         runs = ((one.destination, range(one.first_position, one.first_position + one.count)) for one in self.made)
-        return outputs_in(self.said, self.name, runs)
+        return outputs_in(self.output, self.name, runs)
 
 
-def outputs_in(said: bytes, name: str, runs: Iterable[tuple[str, range]]) -> Iterator[Output]:
+def outputs_in(output: bytes, name: str, runs: Iterable[tuple[str, range]]) -> Iterator[Output]:
     """Yield the messages in the output of the app of the service ``name``, at these positions by destination."""
     positions: dict[str, list[int]] = defaultdict(list)
     for destination, run in runs:
         positions[destination] += run
     left = {destination: iter(found) for destination, found in positions.items()}
     places: list[Place] = []
-    for message_type, start, end in decode_messages(said):
+    for message_type, start, end in decode_messages(output):
         if message_type == MessageType.ORIGINS:
-            origins = decode_origins(said[start:end])
+            origins = decode_origins(output[start:end])
             places = [place for one in origins for place in [(one.sequence_id, one.message_index)] * one.count]
         elif message_type == MessageType.STREAM_BATCH:
-            batch = decode_app_batch(said[start:end])
+            batch = decode_app_batch(output[start:end])
             destination = ONESELF if batch.destination == name else batch.destination
             offset, payload = 0, batch.payload
             for place, (_, _, behind) in zip(places, decode_messages(payload), strict=True):
@@ -200,11 +200,11 @@ def seal_process(limit_s: float) -> None:
     setattr(threading.Thread, "start", start_as_daemon)  # noqa: B010 (the type checker refuses another form)
     gc.set_threshold(NEW_OBJECTS_MAX)  # many handlers wait at once: a fifth of the time would go into collections
 
-    def look(event: str, arguments: object) -> None:
+    def check_event(event: str, arguments: object) -> None:
         if _running and event.startswith(_FORBIDDEN):
             raise PermissionError(f"a what-if refuses {event}: nothing leaves it; use immortal.effect")
 
-    sys.addaudithook(look)
+    sys.addaudithook(check_event)
     signal.signal(signal.SIGALRM, stop)
     os.environ[personal_keys.NOTES_VARIABLE] = os.devnull
     _limit_s = limit_s
@@ -261,8 +261,10 @@ class Player(LocalRun):
         header = route.checkpoint
         if is_new and definition.version not in (header.version, *(one.version for one in route.versions)):
             route = Route(header, None, upgrade_to=OWN_VERSION)
-        tells = not_of_code if is_new else lambda verdict: True
-        super().__init__(source, route, definition, sink, now_ns=header.time_ns, tells=tells, outsiders=outsiders)
+        sends_verdict = not_of_code if is_new else lambda verdict: True
+        super().__init__(
+            source, route, definition, sink, now_ns=header.time_ns, sends_verdict=sends_verdict, outsiders=outsiders
+        )
         assert isinstance(self.app.dispatcher, TracingDispatcher)
         self.dispatcher = self.app.dispatcher
         self.tasks = self.dispatcher.tasks
@@ -314,7 +316,7 @@ class Player(LocalRun):
     def _turn_of(self, action: Callable[[], object]) -> Turn:
         self._turn = turn = Turn(self.source.identity.instance_name)
         action()
-        self.pass_on()
+        self.exchange()
         turn.draws, self.tasks.drawn = self.tasks.drawn, []
         return turn
 
@@ -351,7 +353,7 @@ class Player(LocalRun):
                 raise ReplayError(f"{self.definition.name}: the state at the end: {turn.stopped}")
         return self.blob
 
-    def began(self, number: int | None) -> Place | None:
+    def start_of_call(self, number: int | None) -> Place | None:
         """Return what began the execution that makes the call of that number; None: unknown."""
         call = None if number is None else self.tasks.calls.get(number)
         task = None if call is None else self.tasks.waiting(call.task.number)
@@ -361,26 +363,26 @@ class Player(LocalRun):
         with sealed():  # handlers that wait are closed: their finally clauses run
             self.app.close()
 
-    def pass_on(self) -> None:
+    def exchange(self) -> None:
         global _running  # an audit hook sees the whole process
         _running = True
         try:
             with limited():
-                super().pass_on()
+                super().exchange()
         except ImmortalError as error:
             self._turn.stopped = str(error)
             self.ended = self.ended or Ended()
         finally:
             _running = False
 
-    def listen(self) -> None:
+    def process_output(self) -> None:
         self.dispatcher.outbox.close_batches()
         self.app.take_output()
-        self._turn.said += self.app.output
-        super().listen()
+        self._turn.output += self.app.output
+        super().process_output()
 
-    def take(self, event: Event) -> None:
-        super().take(event)
+    def handle_event(self, event: Event) -> None:
+        super().handle_event(event)
         if isinstance(event, Outputs):
             self._turn.made.append(Made(event.destination, event.first_position, event.count))
         elif isinstance(event, VerdictGiven):

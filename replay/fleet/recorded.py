@@ -30,7 +30,7 @@ from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
 from immortal.replay.fleet.player import LoggedRecord, Output, Place, Player, Turn, logged, outputs_in
-from immortal.replay.plan import ReplayError, Route, never_was
+from immortal.replay.plan import ReplayError, Route, unshowable_state_text
 from immortal.replay.verify import ProvingSink
 
 _NO_TIMER = -1
@@ -135,12 +135,12 @@ class Log:
         at = runs.find(position)
         return None if at is None else (runs.records[at], runs.indices[at] + position - runs.firsts[at])
 
-    def had_before(self, sender: str, position: int) -> bool:
+    def was_before(self, sender: str, position: int) -> bool:
         """Return True if the message was handled before the first record here."""
         firsts = self._runs[sender].firsts
         return bool(firsts) and position < firsts[0]
 
-    def taken(self, sender: str, sequence_id: int) -> int:
+    def received_position(self, sender: str, sequence_id: int) -> int:
         """Return the position of the last message of ``sender`` up to that record; 0 if there is none."""
         runs = self._runs[sender]
         at = bisect_right(runs.records, sequence_id)
@@ -252,8 +252,8 @@ class Recorded:
         self.draws = Draws()
         self.effects: dict[int, EffectDone] = {}
         self.verdicts: dict[MessageKey, Verdict] = {}
-        self.made_in = lru_cache(_DECODED_MAX)(self._made_in)
-        self._due = array("q")  # after the checkpoint, and after each record
+        self.outputs_by_place = lru_cache(_DECODED_MAX)(self._outputs_by_place)
+        self._next_dues_ns = array("q")  # after the checkpoint, and after each record
         self._file = TemporaryFile(prefix="immortal-what-if-")  # noqa: SIM115 (open as long as the run is used)
         finalize(self, self._file.close)
         self._ends = array("q", [0])  # in the file, of each record's outputs
@@ -272,12 +272,12 @@ class Recorded:
                 for made in turn.made:
                     last_position = made.first_position + made.count - 1
                     self.runs[made.destination].add(made.first_position, last_position, record.sequence_id)
-                self._ends.append(self._ends[-1] + self._file.write(turn.said))
+                self._ends.append(self._ends[-1] + self._file.write(turn.output))
                 self.draws.add(record.sequence_id, turn.draws)
                 self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
                 watch(record, turn, self._note(player, record.time_ns))
             if problem := proving.difference(name, player.methods):
-                raise ReplayError(never_was(name, problem))
+                raise ReplayError(unshowable_state_text(name, problem))
             self._file.flush()
             last = self.log.last_sequence_id
             told = {one.key: one for one in source.summary().verdicts if one.sequence_id <= last}
@@ -287,7 +287,7 @@ class Recorded:
 
     def _note(self, player: Player, time_ns: int) -> int | None:
         due_ns = player.next_due_ns
-        self._due.append(_NO_TIMER if due_ns is None else due_ns)
+        self._next_dues_ns.append(_NO_TIMER if due_ns is None else due_ns)
         for number, effect in player.waiting_effects().items():
             if number not in self.effects:
                 key = effect.options.key
@@ -300,10 +300,10 @@ class Recorded:
 
     def due_ns(self, sequence_id: int) -> int | None:
         """Return the time of the next timer after that record; None if there was none."""
-        due_ns = self._due[sequence_id - self.log.checkpoint.sequence_id]
+        due_ns = self._next_dues_ns[sequence_id - self.log.checkpoint.sequence_id]
         return None if due_ns == _NO_TIMER else due_ns
 
-    def said(self, sequence_id: int) -> bytes:
+    def output_of_record(self, sequence_id: int) -> bytes:
         """Return the app's output in a record, as bytes; nothing if the record is not in the log's part."""
         at = sequence_id - self.log.checkpoint.sequence_id
         if not 0 < at < len(self._ends):
@@ -311,23 +311,23 @@ class Recorded:
         begin = self._ends[at - 1]
         return os.pread(self._file.fileno(), self._ends[at] - begin, begin)
 
-    def _made_in(self, sequence_id: int) -> dict[Place, dict[str, list[Output]]]:
+    def _outputs_by_place(self, sequence_id: int) -> dict[Place, dict[str, list[Output]]]:
         """Return what each message of a record sent, by destination."""
         found: dict[Place, dict[str, list[Output]]] = {}
         runs = ((destination, run) for destination, runs in self.runs.items() for run in runs.of_record(sequence_id))
-        for output in outputs_in(self.said(sequence_id), self.log.source.identity.instance_name, runs):
+        for output in outputs_in(self.output_of_record(sequence_id), self.log.source.identity.instance_name, runs):
             found.setdefault(output.place, {}).setdefault(output.destination, []).append(output)
         return found
 
-    def made(self, place: Place) -> dict[str, list[Output]]:
+    def outputs_of(self, place: Place) -> dict[str, list[Output]]:
         """Return what the message at ``place`` sent, by destination; nothing if it is not in the log's part."""
-        return self.made_in(place[0]).get(place, {})
+        return self.outputs_by_place(place[0]).get(place, {})
 
     def sent(self, destination: str, run: range) -> Iterator[Output]:
         """Yield the messages at these positions of a stream, which one record made."""
         at = self.runs[destination].find(run.start)
-        made_in = {} if at is None else self.made_in(self.runs[destination].records[at])
-        outputs = [output for made in made_in.values() for output in made.get(destination, ())]
+        outputs_by_place = {} if at is None else self.outputs_by_place(self.runs[destination].records[at])
+        outputs = [output for made in outputs_by_place.values() for output in made.get(destination, ())]
         yield from sorted((one for one in outputs if one.position in run), key=lambda one: one.position)
 
     def record_up_to(self, destination: str, position: int) -> int | None:
@@ -336,12 +336,12 @@ class Recorded:
         at = bisect_right(runs.firsts, position) - 1
         return runs.records[at] if at >= 0 else None
 
-    def place_that_made(self, destination: str, position: int) -> Place | None:
+    def origin_of(self, destination: str, position: int) -> Place | None:
         """Return the place that caused that message of a stream; None for an impulse, and before the run."""
         runs = self.runs[destination]
         if (at := runs.find(position)) is None:
             return None
-        for place, made in self.made_in(runs.records[at]).items():
+        for place, made in self.outputs_by_place(runs.records[at]).items():
             if any(output.position == position for output in made.get(destination, ())):
                 return place
         return None

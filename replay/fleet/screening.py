@@ -73,12 +73,12 @@ class Trial:
         for one in source.summary().verdicts:
             self._verdicts[one.sequence_id].append(one)
 
-    def take(self, record: LoggedRecord, was: Turn, due_ns: int | None) -> None:
+    def compare_next(self, record: LoggedRecord, was: Turn, due_ns: int | None) -> None:
         """Compare a record, unless an earlier one differs. ``was``: the result of the log's code, whose next timer is
         at ``due_ns``."""
         self.is_same = self.is_same and self.compare(record, was, due_ns) is None
 
-    def ends(self, blob: bytes) -> bool:
+    def is_same_at_end(self, blob: bytes) -> bool:
         """Return True if nothing differs, nor the state at the end. ``blob``: that of the log's code.
 
         Raises ReplayError if the state can't be had.
@@ -98,7 +98,7 @@ class Trial:
             return None
         self.new.tasks.told(was.draws)
         now = self.new.give_logged(record)
-        calls = [] if was.said == now.said else self._calls(record, was, now)
+        calls = [] if was.output == now.output else self._calls(record, was, now)
         fates = self._fates(record.sequence_id, was, now)
         other = now.stopped or self._other(due_ns)
         return RecordDifference(calls, fates, other) if calls or fates or other else None
@@ -185,7 +185,7 @@ class Screening(Trial):
         super().close()
 
 
-_Step = tuple[bytes, Turn, int | None]  # what Trial.take gets
+_Step = tuple[bytes, Turn, int | None]  # what Trial.compare_next gets
 _read = decoding.Decoder(tuple[list[_Step], bytes | None]).decode
 PART_SIZE_BYTES = 1 << 18  # sent at once, so that neither process waits for the other at each record
 _SAME = b"same"
@@ -202,46 +202,46 @@ class TrialBeside:
         self.is_same = True
         self._steps: list[_Step] = []  # not sent yet
         self._size_bytes = 0  # of these
-        self._there, here = Pipe()
+        self._connection, here = Pipe()
         self._pid = os.fork()
         if not self._pid:
             try:
-                self._there.close()
+                self._connection.close()
                 blob = None
                 while trial.is_same and blob is None:
                     steps, blob = _read(here.recv_bytes())
                     for value, was, due_ns in steps:
-                        trial.take(LoggedRecord.of(value), was, due_ns)
-                if blob is not None and trial.ends(blob):
+                        trial.compare_next(LoggedRecord.of(value), was, due_ns)
+                if blob is not None and trial.is_same_at_end(blob):
                     here.send_bytes(_SAME)
             finally:
                 os._exit(0)  # without clearing away, and no traceback: what it means is found by the whole fleet
         here.close()
         trial.close()
 
-    def take(self, record: LoggedRecord, was: Turn, due_ns: int | None) -> None:
+    def compare_next(self, record: LoggedRecord, was: Turn, due_ns: int | None) -> None:
         self._steps.append((record.value, was, due_ns))
-        self._size_bytes += len(record.value) + len(was.said)
+        self._size_bytes += len(record.value) + len(was.output)
         if self._size_bytes >= PART_SIZE_BYTES:
             self._send(None)
 
-    def ends(self, blob: bytes) -> bool:
+    def is_same_at_end(self, blob: bytes) -> bool:
         self._send(blob)
         with suppress(OSError, EOFError):
-            return self._there.recv_bytes() == _SAME
+            return self._connection.recv_bytes() == _SAME
         return False
 
     def _send(self, blob: bytes | None) -> None:
         """Send the steps so far; ``blob``: the state of the log's code at the end."""
         if self.is_same:
             try:
-                self._there.send_bytes(msgspec.msgpack.encode((self._steps, blob)))
+                self._connection.send_bytes(msgspec.msgpack.encode((self._steps, blob)))
             except OSError:
                 self.is_same = False
         self._steps, self._size_bytes = [], 0
 
     def close(self) -> None:
-        self._there.close()
+        self._connection.close()
         os.waitpid(self._pid, 0)
 
 
@@ -253,22 +253,22 @@ def screen(
     outsiders: frozenset[str] = frozenset(),
     to_ns: int | None = None,
     *,
-    goes_on: bool = True,
+    continues: bool = True,
 ) -> tuple[Recorded, bool]:
     """Run the log's code from the checkpoint of ``route`` up to ``to_ns``, and the new code up to the first record that
     differs. Return the run of the log's code, and True if nothing differs.
 
     "The same" is certain: the what-if of a fleet would say that too. What differs here can still come out the same
     there, as where handlers draw other numbers for equal calls. Raises ReplayError if this log or code can't be
-    screened, or, unless the log's code ``goes_on``, if something differs.
+    screened, or, unless the log's code ``continues``, if something differs.
     """
 
     def watch(record: LoggedRecord, was: Turn, due_ns: int | None) -> None:
-        trial.take(record, was, due_ns)
-        if not (goes_on or trial.is_same):
+        trial.compare_next(record, was, due_ns)
+        if not (continues or trial.is_same):
             raise ReplayError(f"record {record.sequence_id}, or one before it, differs")
 
-    make: type[Trial | TrialBeside] = TrialBeside if can_fork() else Trial
-    with closing(make(source, route, old, new, outsiders)) as trial:
+    trial_class: type[Trial | TrialBeside] = TrialBeside if can_fork() else Trial
+    with closing(trial_class(source, route, old, new, outsiders)) as trial:
         recorded = Recorded(source, route, old, outsiders, to_ns, watch)
-        return recorded, trial.ends(recorded.state)
+        return recorded, trial.is_same_at_end(recorded.state)

@@ -32,7 +32,7 @@ from immortal.coordinator.log.record_contents import message_at, record_of, rpc_
 from immortal.coordinator.log.view_queries import version_starts
 from immortal.protocol import kept_code
 from immortal.protocol.errors import ImmortalError
-from immortal.replay.app_process import OwnCode, own_code_at_end
+from immortal.replay.app_process import OwnCode, code_at_end
 from immortal.replay.fleet.calls import number_of_awaited
 from immortal.replay.fleet.model import Difference
 from immortal.replay.fleet.opening import load_definition
@@ -132,24 +132,24 @@ class Shadow:
         self._other = ""  # what was told last
         self._unsure: set[str] = set()  # destinations to which positions can't be compared
         self._retry_s = 0.0
-        self._said = ""
+        self._reported_gap = ""
         self._messages = self._same = 0
         self._lag_s = 0.0
         self._states_due_s = 0.0
         self._states_at = -1
         self._shown: Counter[tuple[str, str, str]] = Counter()
         self._paths: set[str] = set()  # parts of the state that were reported
-        self._told: Progress | None = None
+        self._reported_progress: Progress | None = None
 
     # --- the log ------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Begin at a checkpoint, if there is one yet. Raises ReplayError, LogError."""
         summary, mark = self._reader.summary(), self._mark
         if mark.behind >= 0 and not any(one.sequence_id >= mark.behind for one in usable_checkpoints(summary)):
             return
         route = first_checkpoint(self._reader, self._begin_ns or NOW_NS, mark.behind)
-        own = own_code_at_end(self._registry.load(self.name), summary, route)
+        own = code_at_end(self._registry.load(self.name), summary, route)
         kept = kept_code.code_at(self._folder, summary.last_sequence_id)
         digest = "" if kept is None else kept.digest
         if kept is not None and self._digest not in ("", digest):  # a module that is loaded stays as it was
@@ -161,7 +161,7 @@ class Shadow:
         if -1 < mark.reported < steps.sequence_id:
             text += f"; records {mark.reported + 1} to {steps.sequence_id} are not compared"
         self._mark = Mark(max(mark.reported, steps.sequence_id), -1)
-        self._steps, self._digest, self._begin_ns, self._said, self._retry_s = steps, digest, None, "", 0.0
+        self._steps, self._digest, self._begin_ns, self._reported_gap, self._retry_s = steps, digest, None, "", 0.0
         self._emit(Note(self.name, text, follows=True))
 
     def round(self) -> bool:
@@ -171,20 +171,20 @@ class Shadow:
         try:
             if self._steps is None:
                 self._retry_s = now_s + RETRY_S
-                self.begin()
+                self.start()
                 return self._steps is not None
             any_more = self._follow(self._steps)
         except LogUnavailableError as error:
             self._retry_s = now_s + RETRY_S
-            self._say(f"{error}; it is tried again")
+            self._report_gap(f"{error}; it is tried again")
             return False
         except ImmortalError as error:
             if self._steps is None:  # the state at the checkpoint can be large
                 self._retry_s += STATES_SHARE * (time.monotonic() - now_s)
             self._end(str(error), self._mark.behind if self._steps is None else self._steps.sequence_id)
             return False
-        if self._said and self._steps is not None:
-            self._said = ""
+        if self._reported_gap and self._steps is not None:
+            self._reported_gap = ""
             self._emit(Note(self.name, "it continues", follows=True))
         return any_more
 
@@ -251,20 +251,20 @@ class Shadow:
             self._steps = None
             self._retry_s = 0.0
         self._mark.behind = behind
-        self._say(f"{why}; it begins again at the next checkpoint")
+        self._report_gap(f"{why}; it begins again at the next checkpoint")
 
-    def _say(self, why: str) -> None:
+    def _report_gap(self, why: str) -> None:
         """Say once why records are not compared."""
-        if why != self._said:
-            self._said = why
+        if why != self._reported_gap:
+            self._reported_gap = why
             self._emit(Note(self.name, why, follows=False))
 
     # --- the comparison -----------------------------------------------------------------------------------------------
 
-    def tell_progress(self) -> None:
+    def report_progress(self) -> None:
         now = Progress(self.name, self._mark.reported, self._messages, self._same, self._lag_s)
-        if now != self._told:
-            self._told = now
+        if now != self._reported_progress:
+            self._reported_progress = now
             self._emit(now)
 
     def _report(self, steps: Screening, record: LoggedRecord, found: RecordDifference) -> None:
@@ -278,24 +278,24 @@ class Shadow:
             self._shown[key] += len(shown)
             for index, one in enumerate(shown, 1):
                 count = 1 if index < len(shown) else len(calls) - len(shown) + 1
-                self._tell(record, *key, one.place[1], self._text(steps, record, one, key[1], methods), count)
+                self._emit_found(record, *key, one.place[1], self._text(steps, record, one, key[1], methods), count)
         for group in found.fates:
             fate, verdict = group.fate.would_be, group.first
             text = f"{group.method or 'a message'} {fate}: {format_failure(verdict)}"
-            self._tell(record, fate, self.name, group.method, verdict.message_index, text, group.count)
+            self._emit_found(record, fate, self.name, group.method, verdict.message_index, text, group.count)
         if steps.new.ended is not None:
             text = f"would stop its app at {found.other.splitlines()[0]}"
-            self._tell(record, "stops", self.name, "", None, text)
+            self._emit_found(record, "stops", self.name, "", None, text)
         elif found.other and found.other != self._other:
             self._other = found.other  # what waits is told at each record
-            self._tell(record, "other", self.name, "", None, found.other)
-        self.tell_progress()  # so that a process after this one does not find them again
+            self._emit_found(record, "other", self.name, "", None, found.other)
+        self.report_progress()  # so that a process after this one does not find them again
 
     def _text(self, steps: Screening, record: LoggedRecord, one: Difference, to: str, methods: Methods) -> str:
         """Describe a call that differs: the message that makes it, and what began that; the call then and now."""
         made = self._message(record, one.place, methods)
         player = steps.old if one.new is None else steps.new
-        began = player.began(number_of_awaited(self.name, rpc_of(one.message)))
+        began = player.start_of_call(number_of_awaited(self.name, rpc_of(one.message)))
         if began is not None and began != one.place:
             made = f"{made}, in {self._message(record, began, methods)}"
         was, now = (None if each is None else call_text(each, one.destination, methods) for each in (one.old, one.new))
@@ -332,7 +332,7 @@ class Shadow:
             self._emit(Found(*where, time.time_ns(), self._lag_s, text))
         self._states_due_s = begun_s + STATES_SHARE * (time.monotonic() - begun_s)
 
-    def _tell(
+    def _emit_found(
         self, record: LoggedRecord, kind: str, to: str, handler: str, message: int | None, text: str, count: int = 1
     ) -> None:
         where = self.name, kind, to, handler, record.sequence_id, message, record.time_ns
@@ -352,18 +352,18 @@ class _Watchdog:
         # Within a record. Not of the address space: the mapped log takes as much of that as it can grow to.
         resource.setrlimit(resource.RLIMIT_DATA, (2 * memory_bytes, 2 * memory_bytes))
 
-    def watch(self) -> None:
-        self._look_at_memory()
+    def arm(self) -> None:
+        self._check_memory()
         if (now_s := time.monotonic()) - self._armed_s > self._limit_s / 4:
             self._armed_s = now_s
             faulthandler.dump_traceback_later(2 * self._limit_s, exit=True)
 
-    def rest(self) -> None:
-        self._look_at_memory()
+    def disarm(self) -> None:
+        self._check_memory()
         self._armed_s = 0.0
         faulthandler.cancel_dump_traceback_later()
 
-    def _look_at_memory(self) -> None:
+    def _check_memory(self) -> None:
         _, resident, shared, *_ = map(int, os.pread(self._counts, 200, 0).split())
         if (resident - shared) * resource.getpagesize() > self._memory_bytes:
             os.write(2, f"{TOO_LARGE}\n".encode())
@@ -400,14 +400,14 @@ def follow(
             reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
 
             def noted(record: int, side: str, name: str = name) -> None:
-                watchdog.watch()
+                watchdog.arm()
                 note(f"{name} {record} {side}")
 
             mark = marks.get(name)
             definition = load_definition(app, code)
             shadow = Shadow(registry, reader, definition, mark or Mark(), begin_ns, emit, noted)
             if mark is None:
-                shadow.begin()
+                shadow.start()
             shadows.append(shadow)
         progress_s = 0.0
         while not is_over():
@@ -415,13 +415,13 @@ def follow(
             for shadow in shadows:
                 note("")
                 any_more |= shadow.round()
-                watchdog.rest()
+                watchdog.disarm()
             if (now_s := time.monotonic()) - progress_s >= PROGRESS_S:
                 progress_s = now_s
                 for shadow in shadows:
-                    shadow.tell_progress()
+                    shadow.report_progress()
             if not any_more:
                 time.sleep(POLL_S)
         for shadow in shadows:
             shadow.compare_states(at_once=True)
-            shadow.tell_progress()
+            shadow.report_progress()

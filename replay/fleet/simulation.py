@@ -96,7 +96,7 @@ class Simulation:
         self._streams = Streams(self.services, rules.delays)
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
         self._numbers = itertools.count()
-        self._others = itertools.count(FIRST_OTHER_SEQUENCE_ID)
+        self._other_records = itertools.count(FIRST_OTHER_SEQUENCE_ID)
         self._other_count = 0
         self._end_ns = max((_end_ns(source, logs.to_ns) for source in logs.sources.values()), default=0)
         self._now_ns = 0
@@ -164,7 +164,7 @@ class Simulation:
                 return False
         return True
 
-    def _at(self, time_ns: int, action: Callable[[int], None]) -> None:
+    def _schedule(self, time_ns: int, action: Callable[[int], None]) -> None:
         heapq.heappush(self._events, (time_ns, next(self._numbers), action))
 
     # --- the cone ---------------------------------------------------------------------------------------------------
@@ -188,36 +188,36 @@ class Simulation:
             service.refuse_early()
         for other in self.services.values():  # it handled messages of this service as recorded
             if other is not service:
-                other.taken[name] = other.log.taken(name, other.reached)
+                other.received_positions[name] = other.log.received_position(name, other.reached)
         player.tasks.told(recorded.draws.waited)
         if changed is not None and any(start.version == changed.version for start in route.versions):
             self.notes.append(
                 f"{name}: up to record {route.versions[-1].sequence_id} the log was handled by versions before"
                 f" {route.versions[-1].version}, whose code runs it here: differences are looked for after it"
             )
-        self._look_at_timers(service)
-        self._look_at_effects(service)
+        self._schedule_timer(service)
+        self._schedule_effects(service)
         return service
 
     # --- the records of a log -----------------------------------------------------------------------------------------
 
     def _handle(self, service: Service, record: LoggedRecord) -> None:
         """Handle the next record of its log, with the present messages at the places of the old ones."""
-        was_there = service.is_there
-        if self._streams.take_as_recorded(service, record):
+        was_there = service.has_joined
+        if self._streams.pop_as_recorded(service, record):
             service.step()
-            service.tell(record.sequence_id)
+            service.pass_draws(record.sequence_id)
             self._slots = record.slots
             turn = service.player.give_logged(record)
-            if turn.said == service.recorded.said(record.sequence_id) and not turn.stopped:
-                self._take_equal(service, record, turn)
+            if turn.output == service.recorded.output_of_record(record.sequence_id) and not turn.stopped:
+                self._apply_recorded_turn(service, record, turn)
             else:
                 count = sum(batch.count for batch in record.trailer.batches)
-                self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(count)], {})
+                self._apply_turn(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(count)], {})
         else:
             self._handle_others(service, record)
         senders = {one.name or service.name for one in record.trailer.batches if one.kind == BatchKind.STREAM}
-        for name in [name for name in self.services if name in senders or (service.is_there and not was_there)]:
+        for name in [name for name in self.services if name in senders or (service.has_joined and not was_there)]:
             self._deliver_due(name, service, record.time_ns)
 
     def _handle_others(self, service: Service, record: LoggedRecord) -> None:
@@ -235,7 +235,7 @@ class Simulation:
                 continue
             if sender is None:
                 continue
-            sent, ahead = self._taken(sender, service, place)
+            sent, ahead = self._pop_message(sender, service, place)
             if ahead:
                 if index > begun:
                     self._give_part(service, record, slots, range(begun, index), causes, absent, is_last=False)
@@ -245,8 +245,8 @@ class Simulation:
             if sent is None:
                 absent.add(index)
                 service.open[place] = why = self._why_absent(sender, service.name, slot.position)
-                for destination, outputs in service.recorded.made(place).items():
-                    self._require_not_taken(service, destination, outputs[0].position)
+                for destination, outputs in service.recorded.outputs_of(place).items():
+                    self._require_not_handled(service, destination, outputs[0].position)
                     if service.receiver(destination) in self.logs.sources:
                         self._join(service.receiver(destination), why)
             else:
@@ -258,10 +258,12 @@ class Simulation:
         if absent or is_other:
             self._give_part(service, record, slots, range(begun, len(slots)), causes, absent, is_last=True)
         else:
-            service.tell(record.sequence_id)
+            service.pass_draws(record.sequence_id)
             self._slots = record.slots
             turn = service.player.give_logged(record)
-            self._take(service, turn, record.time_ns, [(record.sequence_id, one) for one in range(len(slots))], causes)
+            self._apply_turn(
+                service, turn, record.time_ns, [(record.sequence_id, one) for one in range(len(slots))], causes
+            )
 
     def _give_part(
         self,
@@ -275,7 +277,7 @@ class Simulation:
         is_last: bool,
     ) -> None:
         """Give the service the messages of ``part``; all others keep their index."""
-        service.tell(record.sequence_id, [index for index in part if index not in absent])
+        service.pass_draws(record.sequence_id, [index for index in part if index not in absent])
         given = [
             slot if index in part and index not in absent else Slot(slot.batch, slot.source, slot.position, NOTHING)
             for index, slot in enumerate(slots[: part.stop])
@@ -283,21 +285,21 @@ class Simulation:
         self._slots = lambda: given
         turn = service.player.give_slots(record.sequence_id, record.time_ns, given, is_logs=is_last)
         places = [(record.sequence_id, index) for index in part if index not in absent]
-        self._take(service, turn, record.time_ns, places, causes)
+        self._apply_turn(service, turn, record.time_ns, places, causes)
 
     def _sender(self, service: Service, slot: Slot) -> Service | None:
         """Return the service of the cone that sends the message at this place; None: the record's message stands."""
         if slot.source is None:
             return None
         sender = self.services.get(slot.source or service.name)
-        if sender is None or slot.position <= service.taken.get(sender.name, 0):
+        if sender is None or slot.position <= service.received_positions.get(sender.name, 0):
             return None
         destination = ONESELF if sender is service else service.name
         if sender.recorded.runs[destination].find(slot.position) is None:
             return None  # an impulse, or a message from before the run
         return sender if slot.position > self._streams[sender.name, service.name].settled else None
 
-    def _taken(self, sender: Service, service: Service, place: Place) -> tuple[Sent | None, list[Sent]]:
+    def _pop_message(self, sender: Service, service: Service, place: Place) -> tuple[Sent | None, list[Sent]]:
         """Take the message for a place, and the messages before it in the same stream."""
         queue = self._streams.queue(sender, service)
         ahead = list(itertools.takewhile(lambda one: one.slot != place, queue))
@@ -315,7 +317,7 @@ class Simulation:
 
     def _why_absent(self, sender: Service, receiver: str, position: int) -> int | None:
         destination = ONESELF if sender.name == receiver else receiver
-        made_at = sender.recorded.place_that_made(destination, position)
+        made_at = sender.recorded.origin_of(destination, position)
         if made_at is not None and (number := self._calls.number_at(sender.name, destination, made_at)) is not None:
             return number
         return sender.state_cause if made_at is None else sender.open.get(made_at, sender.state_cause)
@@ -331,12 +333,12 @@ class Simulation:
         batch = BatchSource(BatchKind.STREAM, name, 0, 1, 0)
         place = sent.slot
         if place is None or place in service.done:
-            place = (next(self._others), 0)
+            place = (next(self._other_records), 0)
         else:  # it is the same message at another time: it draws the same numbers
             if place[0] > service.reached:
                 service.done.add(place)
             service.open.pop(place, None)
-        service.tell(place[0], [place[1]])
+        service.pass_draws(place[0], [place[1]])
         padding = [Slot(batch, name, 0, NOTHING)] * place[1]
         self._give_other(service, place, [*padding, Slot(batch, name, 0, sent.message)], time_ns, sent.difference)
 
@@ -345,27 +347,27 @@ class Simulation:
         self._slots = lambda: slots
         turn = service.player.give_slots(place[0], time_ns, slots, is_logs=False)
         service.player.dispatcher.expect(service.reached + 1)
-        self._take(service, turn, time_ns, [place], {place[1]: cause}, is_other=True)
+        self._apply_turn(service, turn, time_ns, [place], {place[1]: cause}, is_other=True)
 
-    def _give_own(self, service: Service, message: bytes, time_ns: int) -> None:
+    def _give_impulse(self, service: Service, message: bytes, time_ns: int) -> None:
         """Give the service an impulse to itself that its log does not have."""
         if not service.stopped:
             self._other_count += 1
             batch = BatchSource(BatchKind.IMPULSES, ONESELF, 0, 1, 0)
             slots = [Slot(batch, None, 0, message)]
-            self._give_other(service, (next(self._others), 0), slots, time_ns, service.state_cause)
+            self._give_other(service, (next(self._other_records), 0), slots, time_ns, service.state_cause)
 
     def _deliver_due(self, sender: str, service: Service, time_ns: int) -> None:
         """Deliver the messages at the front of a stream that are due."""
         stream = self._streams[sender, service.name]
-        if not service.is_there:
+        if not service.has_joined:
             return
         while stream.queue and stream.queue[0].is_due and self._streams.is_past_settled(sender, service):
             self._deliver(sender, service, stream.queue.popleft(), time_ns)
 
     # --- the outputs of a record --------------------------------------------------------------------------------------
 
-    def _take(
+    def _apply_turn(
         self,
         service: Service,
         turn: Turn,
@@ -392,7 +394,7 @@ class Simulation:
         was = {
             (destination, place): outputs
             for place in places
-            for destination, outputs in service.recorded.made(place).items()
+            for destination, outputs in service.recorded.outputs_of(place).items()
         }
         for destination, place in {**made, **was}:
             cause = causes.get(place[1])
@@ -404,16 +406,16 @@ class Simulation:
                 if message is not None:
                     self._send(service, destination, message, position, number, time_ns, in_time=not is_other)
                 elif service.receiver(destination) in self.logs.sources:
-                    self._require_not_taken(service, destination, position or 0)
+                    self._require_not_handled(service, destination, position or 0)
                     self._join(service.receiver(destination), number)
-        self._look_around(service, places[-1] if places else (service.reached, 0), time_ns, is_other=is_other)
+        self._schedule_and_check(service, places[-1] if places else (service.reached, 0), time_ns, is_other=is_other)
 
-    def _look_around(self, service: Service, place: Place, time_ns: int, *, is_other: bool = False) -> None:
-        self._look_at_timers(service)
-        self._look_at_effects(service)
+    def _schedule_and_check(self, service: Service, place: Place, time_ns: int, *, is_other: bool = False) -> None:
+        self._schedule_timer(service)
+        self._schedule_effects(service)
         self._check(service, place, time_ns, is_other=is_other)
 
-    def _take_equal(self, service: Service, record: LoggedRecord, turn: Turn) -> None:
+    def _apply_recorded_turn(self, service: Service, record: LoggedRecord, turn: Turn) -> None:
         """Take the outputs of a record that are those of the log, without a look at each."""
         service.time_ns = max(service.time_ns, record.time_ns)
         count = sum(batch.count for batch in record.trailer.batches)
@@ -424,16 +426,16 @@ class Simulation:
             if (name := service.receiver(destination)) not in self.logs.sources:
                 continue
             for run in service.recorded.runs[destination].of_record(record.sequence_id):
-                if self._streams.put_equal(service, destination, self.services.get(name), run):
+                if self._streams.add_as_recorded(service, destination, self.services.get(name), run):
                     continue
                 for one in service.recorded.sent(destination, run):
                     self._send(service, destination, one.message, one.position, None, record.time_ns, in_time=True)
-        self._look_around(service, (record.sequence_id, max(0, count - 1)), record.time_ns)
+        self._schedule_and_check(service, (record.sequence_id, max(0, count - 1)), record.time_ns)
 
-    def _require_not_taken(self, service: Service, destination: str, position: int) -> None:
+    def _require_not_handled(self, service: Service, destination: str, position: int) -> None:
         """Raise JoinedLateError if the receiver has handled that message of ``service`` as recorded."""
         receiver = self.services.get(service.receiver(destination))
-        if receiver is not None and position <= receiver.taken.get(service.name, 0):
+        if receiver is not None and position <= receiver.received_positions.get(service.name, 0):
             raise JoinedLateError(service.name)
 
     def _send(
@@ -460,7 +462,7 @@ class Simulation:
                 stream.settled = position
                 return
             receiver = self._join(name, number)
-        if position is not None and position <= receiver.taken.get(service.name, 0):
+        if position is not None and position <= receiver.received_positions.get(service.name, 0):
             if number is not None or not in_time:
                 raise JoinedLateError(service.name)
             return  # it handled this one as recorded
@@ -468,7 +470,7 @@ class Simulation:
         if position is not None:
             from_name = ONESELF if receiver is service else service.name
             slot = receiver.log.place_of(from_name, position)
-            if slot is None and receiver.log.had_before(from_name, position):
+            if slot is None and receiver.log.was_before(from_name, position):
                 if number is None:
                     return
                 receiver.refuse_early()
@@ -478,7 +480,7 @@ class Simulation:
             if slot is None and number is None:
                 return  # it was in flight at the end of the log, and still is
             stream.last_ns = max(stream.last_ns, time_ns + stream.delay_ns(service, receiver, self._seed, time_ns))
-            self._at(stream.last_ns, lambda now_ns: self._is_due(service.name, receiver, sent, now_ns))
+            self._schedule(stream.last_ns, lambda now_ns: self._is_due(service.name, receiver, sent, now_ns))
 
     def _is_due(self, sender: str, receiver: Service, sent: Sent, now_ns: int) -> None:
         sent.is_due = True
@@ -507,13 +509,13 @@ class Simulation:
             if not service.stopped:
                 self._other_count += 1
                 slots = [Slot(batch, destination, 0, answer)]
-                self._give_other(service, (next(self._others), 0), slots, now_ns, None)
+                self._give_other(service, (next(self._other_records), 0), slots, now_ns, None)
 
-        self._at(time_ns + DELAY_NS, give)
+        self._schedule(time_ns + DELAY_NS, give)
 
     # --- time and effects ---------------------------------------------------------------------------------------------
 
-    def _look_at_timers(self, service: Service) -> None:
+    def _schedule_timer(self, service: Service) -> None:
         """Schedule a timer that the log's code did not set; the log's own messages of the clock trigger the others."""
         due_ns = service.player.next_due_ns
         was_ns = service.recorded.due_ns(service.reached)
@@ -525,14 +527,14 @@ class Simulation:
         if due_ns > self._end_ns:
             return
 
-        def go_off(now_ns: int) -> None:
+        def fire(now_ns: int) -> None:
             if not service.stopped and service.player.next_due_ns == due_ns:
                 now_ns = max(now_ns, service.time_ns)
-                self._give_own(service, service.player.time_message(now_ns), now_ns)
+                self._give_impulse(service, service.player.time_message(now_ns), now_ns)
 
-        self._at(max(due_ns, service.time_ns), go_off)
+        self._schedule(max(due_ns, service.time_ns), fire)
 
-    def _look_at_effects(self, service: Service) -> None:
+    def _schedule_effects(self, service: Service) -> None:
         """Schedule the results of new effects: the log's result if it has one, else one by the rules."""
         if service.stopped:
             return
@@ -543,7 +545,7 @@ class Simulation:
             known = service.recorded.effects.get(number)
             if number < FIRST_OTHER_NUMBER and (known is None or known.done is None or known.done[0] > service.reached):
                 continue
-            self._at(
+            self._schedule(
                 service.time_ns + (DELAY_NS if known is None else known.done_ns - known.begun_ns),
                 lambda now_ns, number=number: self._give_result(service, number, now_ns),  # type: ignore[misc]
             )
@@ -555,7 +557,7 @@ class Simulation:
         message, asked = self._rules.result(service, number, effect, now_ns)
         self.effects.append(asked)
         if message:
-            self._give_own(service, message, now_ns)
+            self._give_impulse(service, message, now_ns)
 
     # --- failures and checks ------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class Stream(Struct, eq=False):
                 return True
         return False
 
-    def take(self, last: int) -> None:
+    def pop_until(self, last: int) -> None:
         """Take the messages up to the position ``last``."""
         while self.equal and self.equal[0].start <= last:
             if (run := self.equal.popleft()).stop > last + 1:
@@ -91,7 +91,7 @@ class Streams(dict[tuple[str, str], Stream]):
         stream = self[names] = Stream(self._delays)
         return stream
 
-    def take_as_recorded(self, service: Service, record: LoggedRecord) -> bool:
+    def pop_as_recorded(self, service: Service, record: LoggedRecord) -> bool:
         """Take the messages of ``record`` from their streams if all come now as they are in the log; else return
         False."""
         taken: list[tuple[Stream, int]] = []
@@ -100,7 +100,7 @@ class Streams(dict[tuple[str, str], Stream]):
             if batch.kind != BatchKind.STREAM or sender is None:
                 continue
             stream = self[sender.name, service.name]
-            before = max(batch.first_position - 1, service.taken.get(sender.name, 0), stream.settled)
+            before = max(batch.first_position - 1, service.received_positions.get(sender.name, 0), stream.settled)
             first = sender.recorded.runs[ONESELF if sender is service else service.name].next_after(before)
             if first is None or first > batch.last_position:
                 continue  # impulses, and messages from before the run: the record's stand
@@ -110,10 +110,10 @@ class Streams(dict[tuple[str, str], Stream]):
         if any(place[0] == record.sequence_id for place in service.done):
             return False
         for stream, last_position in taken:
-            stream.take(last_position)
+            stream.pop_until(last_position)
         return True
 
-    def put_equal(self, service: Service, destination: str, receiver: Service | None, run: range) -> bool:
+    def add_as_recorded(self, service: Service, destination: str, receiver: Service | None, run: range) -> bool:
         """Send messages that are the log's to a receiver (None: it is not in the cone); return False if they can't
         be sent together."""
         stream = self[service.name, service.receiver(destination)]
@@ -121,7 +121,7 @@ class Streams(dict[tuple[str, str], Stream]):
             if service.recorded.runs[destination].next_after(stream.settled) == run.start:
                 stream.settled = run.stop - 1
                 return True
-        elif run.start > receiver.taken.get(service.name, 0):
+        elif run.start > receiver.received_positions.get(service.name, 0):
             from_name = ONESELF if receiver is service else service.name
             first, last = (receiver.log.place_of(from_name, position) for position in (run.start, run.stop - 1))
             if first is not None and last is not None and first[0] > receiver.reached:

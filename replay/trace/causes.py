@@ -25,7 +25,7 @@ from immortal.coordinator.log.record_contents import read_record
 from immortal.protocol import decoding
 from immortal.protocol.trailer import Trailer
 from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
-from immortal.replay.app_process import default_app, own_code_at_end
+from immortal.replay.app_process import code_at_end, default_app
 from immortal.replay.plan import LogViewError, usable_checkpoints
 from immortal.replay.result import Sink
 from immortal.replay.session import KeptImpulses, Outputs
@@ -55,7 +55,7 @@ class ReplayedCauses:
         summary = reader.summary()
         last = None if source.last is None else min(source.last, summary.last_sequence_id)
         route = plan_route(ReplayPlan(_checkpoint_before(source, summary), last), reader, summary)
-        own = own_code_at_end(settings, summary, route)
+        own = code_at_end(settings, summary, route)
         command = AppCommand.of(own.app, settings=settings, code=own.archive)
         sink = _CausesSink(self._folder, instance)
         try:
@@ -195,7 +195,7 @@ class ShadowReplay(Sink):
         self._made: dict[str, _Made] = defaultdict(_Made)
         self._telling = DrawCollector()
         self._drawn: deque[RecordDraws] = deque(maxlen=ROWS_MAX)
-        self.waits = Waits(self._take_drawn)
+        self.waits = Waits(self._pop_draws)
         self._told = self.begins - 1  # waits that began up to this record are known
         self._over = threading.Event()
         self._error: Exception | None = None
@@ -231,11 +231,11 @@ class ShadowReplay(Sink):
             row = bisect_right(made.positions, position) - 1
             return True, None if row < 0 or made.origins[row][0] == _UNKNOWN else made.origins[row]
 
-    def knows_waits(self, sequence_id: int) -> bool:
+    def has_waits_before(self, sequence_id: int) -> bool:
         """Return True if every wait that began before that record is known."""
         return self._told >= sequence_id - 1
 
-    def _take_drawn(self) -> RecordDraws | None:
+    def _pop_draws(self) -> RecordDraws | None:
         return self._drawn.popleft() if self._drawn else None
 
     def _run(self) -> None:

@@ -137,7 +137,7 @@ def write(messages: Iterable[Executed], spans: Spans, to: IO[bytes]) -> int:
     def write_all(some: Iterable[Event]) -> None:
         nonlocal separator
         for event in some:
-            for one in (*events.take_names(), event):
+            for one in (*events.pop_names(), event):
                 to.write(separator + encode(one))
                 separator = b",\n"
 
@@ -165,7 +165,7 @@ class _TraceEvents:
     def time_zero(self) -> str | None:
         return None if self._zero_ns is None else datetime.fromtimestamp(self._zero_ns // 10**9, UTC).isoformat()
 
-    def take_names(self) -> list[Event]:
+    def pop_names(self) -> list[Event]:
         """Return and clear the names of new lanes."""
         names, self._names = self._names, []
         return names
@@ -196,7 +196,7 @@ class _TraceEvents:
             "position": message.position,
             "size_bytes": message.size_bytes,
         }
-        name = message.effect_words or message.method
+        name = message.effect_text or message.method
         yield {"ph": "X", "name": name, **self._at(at_ns, width_ns), **receiver, "args": arguments}
         arrow = {"cat": "call", "name": "call", "id": f"{message.instance}/{message.sequence_id}:{message.index}"}
         yield {"ph": "s", **arrow, **self._at(message.sent_ns), **sender}

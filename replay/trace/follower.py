@@ -190,7 +190,7 @@ class ShadowFollower(_SpanSender[ShadowReplay]):
     def _is_ready(self, message: Executed) -> bool:
         own = self._by_name[message.instance]
         is_wait = message.effect is not None or message.told_ns is not None
-        if is_wait and not own.knows_waits(message.sequence_id):
+        if is_wait and not own.has_waits_before(message.sequence_id):
             return False
         log = self._by_name.get(message.caller)
         if log is None or message.kind != BatchKind.STREAM:

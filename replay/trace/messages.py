@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, field
 
-from immortal.coordinator.core.formatting import Methods, effect_words, method_name
+from immortal.coordinator.core.formatting import Methods, effect_text, method_name
 from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.record_contents import DecodedMessage, DecodedRecord, read_record, waiting_caller
 from immortal.protocol import decoding
@@ -271,7 +271,7 @@ class Executed(Struct, frozen=True):
 
     ``waiter``: (caller that waits for the answer, the number of its call). ``answers``: (who answered, to whom, the
     number). ``effect``: the number of the effect whose result it is. ``told_ns``: the time in a message of the clock.
-    ``effect_words``: the effect, for people.
+    ``effect_text``: the effect, for people.
     ``trace_context``: from a client, or "". ``width_ns``: its share of the time until the next record;
     None if unknown. ``timing``: its noted times, if any.
     """
@@ -292,7 +292,7 @@ class Executed(Struct, frozen=True):
     answers: tuple[str, str, int] | None = None
     trace_context: str = ""
     effect: int | None = None
-    effect_words: str = ""
+    effect_text: str = ""
     told_ns: int | None = None
     timing: MessageTiming | None = None
 
@@ -351,7 +351,7 @@ def executed(source: Source, record: DecodedRecord, next_ns: int | None) -> Iter
             answers,
             message.source.trace_context,
             _own_number(rpc, EFFECT_METHOD_ID),
-            "" if rpc is None else effect_words(rpc),
+            "" if rpc is None else effect_text(rpc),
             _own_number(rpc, CLOCK_METHOD_ID),
             None if timing is None else _timing(timing, message, index, time_ns),
         )

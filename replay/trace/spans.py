@@ -228,7 +228,7 @@ class Spans:
 
 
 def _effect_attribute(message: Executed) -> dict[str, str]:
-    return {"immortal.effect": message.effect_words} if message.effect_words else {}
+    return {"immortal.effect": message.effect_text} if message.effect_text else {}
 
 
 # Waits of ``async def`` handlers: when an effect or a timer began, which no log says, but a replay does.

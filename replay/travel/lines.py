@@ -24,7 +24,7 @@ Line = tuple[FrameType, int]
 
 
 class LineWatch:
-    """Trace function that notes the last line of user code after which ``look()`` returned another value.
+    """Trace function that notes the last line of user code after which ``read_value()`` returned another value.
 
     ``package``: that of the app's class. ``running()``: the async handler that runs, or None. ``is_late()``: True if
     the search must stop. ``state``: the app's object, to note which of its values are read.
@@ -32,13 +32,13 @@ class LineWatch:
 
     def __init__(
         self,
-        look: Callable[[], Tree],
+        read_value: Callable[[], Tree],
         package: str,
         running: Callable[[], Any],
         is_late: Callable[[], bool],
         state: object,
     ) -> None:
-        self._look = look
+        self._read_value = read_value
         self._package = package
         self._running = running
         self._is_late = is_late
@@ -53,7 +53,7 @@ class LineWatch:
         self._at: tuple[FrameType, int, Any] | None = None  # the line that runs
         self.found: tuple[FrameType, int, Any] | None = None  # the last one that changed it, and who ran it
         self.changed = self.is_cut = self._is_over = False
-        self._value = look()
+        self._value = read_value()
         sys.settrace(self)
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> LineWatch | None:
@@ -82,7 +82,7 @@ class LineWatch:
 
     def _compare(self) -> None:
         try:
-            value = self._look()
+            value = self._read_value()
         except Exception:  # of an object that is incomplete
             return
         if not same(value, self._value):
@@ -106,14 +106,14 @@ class LineWatch:
     def place(self) -> dict[str, Any] | None:
         return None if self.found is None else describe_place(*self.found[:2])
 
-    def behind(self) -> list[dict[str, Any]]:
+    def lines_before(self) -> list[dict[str, Any]]:
         """Return the lines before, the newest first, that made what the line used; without it, all that set names."""
         if self.found is None:
             found = [one for one in reversed(self._trail) if _flow(one).sets]
         else:
             found = self._changes[::-1]
             if self._trail_count < TRAIL_MAX:  # otherwise lines between are not known
-                found += _made_of(self.found[:2], self._trail[: self._trail_count])
+                found += _lines_that_set(self.found[:2], self._trail[: self._trail_count])
         places = {(frame.f_code, number): (frame, number) for frame, number in found}
         if self.found is not None:
             del places[self.found[0].f_code, self.found[1]]
@@ -157,7 +157,7 @@ def _flows(file: str) -> dict[int, _Flow]:
     return found
 
 
-def _made_of(line: Line, trail: Sequence[Line]) -> Iterator[Line]:
+def _lines_that_set(line: Line, trail: Sequence[Line]) -> Iterator[Line]:
     """Yield the lines of ``trail``, the newest first, that set what ``line`` uses; and so on, also in callers."""
     needed = {line[0]: set(_flow(line).uses)}
     began = {frame: at for at, (frame, _) in reversed(list(enumerate(trail)))}

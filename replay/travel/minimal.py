@@ -87,8 +87,8 @@ class PartialRuns:
         """Inputs that can be left out."""
         return [at for at in self.slots if at not in self._makers and not self._is_initial(at)]
 
-    def value_behind(self, kept: list[Place], look: Callable[[Player], Tree]) -> Tree:
-        """Return the result of ``look`` after these inputs alone."""
+    def value_after(self, kept: list[Place], read_value: Callable[[Player], Tree]) -> Tree:
+        """Return the result of ``read_value`` after these inputs alone."""
         there = set(kept)
         with closing(Player(self._source, self._route, self._definition, Sink(), is_new=True)) as player:
             for record, places, draws in self._records:
@@ -101,7 +101,7 @@ class PartialRuns:
                 player.tasks.told(draws)
                 given = [self._slot(at, is_there=at in there) for at in places]
                 player.give_slots(record.sequence_id, record.time_ns, given, is_logs=False)
-            return look(player)
+            return read_value(player)
 
     def _slot(self, at: Place, *, is_there: bool) -> Slot:
         slot = self.slots[at]

@@ -23,7 +23,7 @@ from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
-from immortal.replay.app_process import OwnCode, code_environment, own_code
+from immortal.replay.app_process import OwnCode, code_environment, code_of_record
 from immortal.replay.plan import ReplayError
 from immortal.replay.travel.traveller import QUESTION_S, MomentExplorer
 
@@ -74,7 +74,7 @@ class Sessions:
             summary = reader.summary()
         record = summary.last_sequence_id if record is None else record
         versions = [start.version for start in summary.versions if start.sequence_id < record]
-        return own_code(settings, summary, versions[-1] if versions else 1, record)
+        return code_of_record(settings, summary, versions[-1] if versions else 1, record)
 
     def end(self, name: str) -> None:
         """End an instance's processes, so that later ones have today's code."""
@@ -124,7 +124,7 @@ class _Session:
         self._answer_s = answer_s
         self._lock = threading.Lock()
         self.used_s = time.monotonic()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         environment |= code_environment(code.archive)
         environment.setdefault(MEMORY_VARIABLE, str(MEMORY_MB))
@@ -132,7 +132,7 @@ class _Session:
             [sys.executable, "-P", "-m", "immortal.replay.travel.sessions", str(home), name, code.app],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._output,
             env=environment,
             start_new_session=True,  # Ctrl-C in a terminal ends it by its stdin
         )
@@ -147,15 +147,15 @@ class _Session:
             raise ReplayError("this replay is at work for somebody else: try again")
         try:
             asked = {"ask": what, "with": given, "end_s": time.monotonic() + self._question_s}
-            answer = self._ask(msgspec.json.encode(asked) + b"\n")
+            answer = self._exchange(msgspec.json.encode(asked) + b"\n")
         finally:
             self.used_s = time.monotonic()
             self._lock.release()
         if "error" in answer:
-            raise ReplayError(self._with_said(answer["error"]))
+            raise ReplayError(self._with_output(answer["error"]))
         return answer["answer"]
 
-    def _ask(self, line: bytes) -> dict[str, Any]:
+    def _exchange(self, line: bytes) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -172,27 +172,27 @@ class _Session:
                     )
                 data = os.read(stdout.fileno(), 1 << 20)
                 if not data:
-                    raise _EndedError(self._ended())
+                    raise _EndedError(self._exit_text())
                 answer += data
         except (OSError, ValueError):
-            raise _EndedError(self._ended()) from None
+            raise _EndedError(self._exit_text()) from None
         decoded: dict[str, Any] = decoding.decode_json(answer)
         return decoded
 
-    def _ended(self) -> str:
+    def _exit_text(self) -> str:
         try:
             status = self._process.wait(1)
         except subprocess.TimeoutExpired:  # it has closed its stdout alone
             status = None
-        return self._with_said(
+        return self._with_output(
             f"the process that replays {self._name} has ended (status {status}): the code of a handler ends it, or it"
             " was killed; ask for an earlier moment"
         )
 
-    def _with_said(self, text: str) -> str:
-        size = os.fstat(self._said.fileno()).st_size
-        said = os.pread(self._said.fileno(), SAID_CHARACTERS_MAX, max(0, size - SAID_CHARACTERS_MAX))
-        os.ftruncate(self._said.fileno(), 0)
+    def _with_output(self, text: str) -> str:
+        size = os.fstat(self._output.fileno()).st_size
+        said = os.pread(self._output.fileno(), SAID_CHARACTERS_MAX, max(0, size - SAID_CHARACTERS_MAX))
+        os.ftruncate(self._output.fileno(), 0)
         lines = said.decode("utf-8", "replace").strip()
         return f"{text}\n{lines}" if lines else text
 
@@ -205,7 +205,7 @@ class _Session:
                 pipe.close()
             except OSError:  # data that the process did not read
                 continue
-        self._said.close()
+        self._output.close()
 
 
 # ``python -m immortal.replay.travel.sessions HOME NAME APP``: one log, and the class that replays it. Each line of

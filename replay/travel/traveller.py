@@ -41,7 +41,7 @@ from immortal.replay.travel.values import (
     text_of,
     value_at,
 )
-from immortal.replay.travel.walk import Behind, Walk, name_of
+from immortal.replay.travel.walk import AfterMessage, Walk, name_of
 
 At = tuple[int, int]
 Values = dict[str, Any]
@@ -102,7 +102,7 @@ class MomentExplorer:
             "count": count,
             "message": self._words(record, index),
             "state": None if part is MISSING else shown(part, path),
-            **_told(changes),
+            **_change_values(changes),
             "made": [
                 {"destination": to, "position": position, "words": format_call(message, to, self._methods)}
                 for to, position, message in self._made.get(record, {}).get(index, [])[:MADE_MAX]
@@ -123,7 +123,12 @@ class MomentExplorer:
         self._visit((record, index))
         after = self._states[record, index]
         changes = _changes(before, after)
-        return {"before": shown(before, ""), "after": shown(after, ""), "at": [record, index], **_told(changes)}
+        return {
+            "before": shown(before, ""),
+            "after": shown(after, ""),
+            "at": [record, index],
+            **_change_values(changes),
+        }
 
     def _visit(self, at: At) -> None:
         """Store the state at a moment, and the state before."""
@@ -135,7 +140,7 @@ class MomentExplorer:
         states: dict[At, Fields] = {(record, -1): walk.state()} if wanted == 0 else {}
         end_s: float | None = None
 
-        def behind(sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
+        def after_message(sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
             nonlocal end_s
             if index < wanted - 1 or (end_s is not None and index > wanted and time.monotonic() > end_s):
                 return
@@ -144,13 +149,13 @@ class MomentExplorer:
             end_s = end_s or time.monotonic() + STATES_S
 
         walk.made.clear()
-        walk.advance(record, behind, collects=True)
-        walk.look_ahead()
+        walk.advance(record, after_message, collects=True)
+        walk.check_next_record()
         if at not in states:  # the message failed alone, without a callback: it changed nothing
             states[at] = states.get(_before(at)) or walk.state()
-        self._keep(record, states, walk)
+        self._store_states(record, states, walk)
 
-    def _keep(self, record: int, states: dict[At, Fields], walk: Walk) -> None:
+    def _store_states(self, record: int, states: dict[At, Fields], walk: Walk) -> None:
         for at, state in states.items():
             self._states[at] = state
             self._states.move_to_end(at)
@@ -169,7 +174,7 @@ class MomentExplorer:
         code, walk = compiled(expression), self._before_record(record)
         answer: Values = {}
 
-        def behind(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
+        def after_message(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
             if at == index:
                 try:
                     value = evaluate(code, instance, name_of(rpc, self._methods), rpc, sequence_id, at)
@@ -177,7 +182,7 @@ class MomentExplorer:
                 except Exception as error:
                     answer.update(raised=_raised(error)[:500])
 
-        walk.advance(record, behind)
+        walk.advance(record, after_message)
         self._walk = None  # the expression can have changed the state
         return answer or {"raised": "that message has failed, so there is no moment behind it"}
 
@@ -211,13 +216,13 @@ class MomentExplorer:
         walk = self._before_record(at[0])
         hit: At | None = None
 
-        def behind(sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
+        def after_message(sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
             nonlocal hit
             if hit is None and (sequence_id, index) > at and hits(sequence_id, index, rpc, instance):
                 hit = sequence_id, index
 
         for record in range(at[0], last + 1):
-            walk.advance(record, behind)
+            walk.advance(record, after_message)
             if hit is not None or self._is_late():
                 break
         return {"at": hit, "looked": walk.reached, "is_cut": hit is None and walk.reached < last}
@@ -226,13 +231,13 @@ class MomentExplorer:
         upper = at[0]
         hit: At | None = None
 
-        def behind(sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
+        def after_message(sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
             nonlocal hit
             if (sequence_id, index) < at and hits(sequence_id, index, rpc, instance):
                 hit = sequence_id, index
 
         for checkpoint in reversed(self._checkpoints(at[0] - 1)):
-            self._go_on(Walk(self._source, self._definition, checkpoint), upper, behind)
+            self._walk_on(Walk(self._source, self._definition, checkpoint), upper, after_message)
             if self._is_late():
                 return {"at": hit, "looked": checkpoint.sequence_id + 1, "is_cut": True}
             if hit is not None:
@@ -265,18 +270,18 @@ class MomentExplorer:
     ) -> tuple[tuple[At, Tree, Tree] | None, Tree]:
         """Walk on to the record ``upper``: the last change (where, old, new) up to the message ``at``, and the value
         behind that."""
-        before = self._look(walk, walk.instance, steps)
+        before = self._read_value(walk, walk.instance, steps)
         found: tuple[At, Tree, Tree] | None = None
 
-        def behind(sequence_id: int, message: int, rpc: IncomingRpc | None, instance: Any) -> None:
+        def after_message(sequence_id: int, message: int, rpc: IncomingRpc | None, instance: Any) -> None:
             nonlocal before, found
             if (sequence_id, message) <= at:
-                value = self._look(walk, instance, steps)
+                value = self._read_value(walk, instance, steps)
                 if not same(value, before):
                     found = (sequence_id, message), before, value
                 before = value
 
-        self._go_on(walk, upper, behind)
+        self._walk_on(walk, upper, after_message)
         return found, before
 
     def change_behind_checkpoint(self, record: int, index: int | None, path: str) -> Values:
@@ -291,7 +296,7 @@ class MomentExplorer:
         if schema.serializer != "own" and name[0] != "$" and name not in schema.fields:  # a peer, say
             return answer | {"is_oldest": True, "now": None, "began": None}
         walk = Walk(self._source, self._definition, kept[-1])
-        began = self._look(walk, walk.instance, steps)
+        began = self._read_value(walk, walk.instance, steps)
         found, now = self._change_on(walk, record, (record, index), steps)
         texts = {key: None if value is MISSING else text_of(value) for key, value in (("now", now), ("began", began))}
         if found is not None:
@@ -312,28 +317,28 @@ class MomentExplorer:
         package = self._definition.cls.__module__.partition(".")[0]
         watch: LineWatch | None = None
 
-        def ahead(sequence_id: int, at: int, instance: Any) -> None:
+        def before_message(sequence_id: int, at: int, instance: Any) -> None:
             nonlocal watch
             if watch is not None:
                 watch.stop()
             if (sequence_id, at) == (record, index):
                 before = made[destination or ""]
 
-                def look() -> Tree:
+                def read_value() -> Tree:
                     if path is None:
                         return None
                     if destination is None:
-                        return self._look(walk, instance, steps)
+                        return self._read_value(walk, instance, steps)
                     return made[destination] > before + number
 
-                watch = LineWatch(look, package, lambda: dispatcher.tasks.running, self._is_late, instance)
+                watch = LineWatch(read_value, package, lambda: dispatcher.tasks.running, self._is_late, instance)
 
-        def behind(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
+        def after_message(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
             if watch is not None and (sequence_id, at) == (record, index):
                 watch.stop()
 
         try:
-            walk.advance(record, behind, ahead=ahead)
+            walk.advance(record, after_message, before_message=before_message)
         finally:
             if watch is not None:
                 watch.stop()
@@ -343,7 +348,7 @@ class MomentExplorer:
         return {
             "message": self._words(record, index),
             "line": watch.place(),
-            "behind": watch.behind(),
+            "behind": watch.lines_before(),
             "read": watch.read,
             "changed": watch.changed,
             "is_cut": watch.is_cut,
@@ -359,14 +364,14 @@ class MomentExplorer:
         places: list[At] = []
         known = 0
 
-        def behind(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
+        def after_message(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
             nonlocal known
             task = walk.app.dispatcher.tasks.waiting(number)
             if task is not None and len(task.entries) != known:
                 known = len(task.entries)
                 places.append((sequence_id, at))
 
-        self._go_on(walk, record, behind)
+        self._walk_on(walk, record, after_message)
         between = [at for at in places if (began[0], began[1]) < at < (record, index)]
         return {"had": [[*at, self._words(*at)] for at in between], "is_cut": walk.reached < record}
 
@@ -392,9 +397,9 @@ class MomentExplorer:
 
     def _value(self, checkpoint: CheckpointHeader, steps: list[Step]) -> Tree:
         walk = Walk(self._source, self._definition, checkpoint)
-        return self._look(walk, walk.instance, steps)
+        return self._read_value(walk, walk.instance, steps)
 
-    def _look(self, walk: Walk, instance: Any, steps: list[Step]) -> Tree:
+    def _read_value(self, walk: Walk, instance: Any, steps: list[Step]) -> Tree:
         if not steps or str(steps[0][1]).startswith("$"):
             return part_of(walk.state(instance), steps)
         return self._value_at(instance, steps)
@@ -411,7 +416,7 @@ class MomentExplorer:
         stride = max(1, -(-(last - first + 1) // POINTS_MAX))
         for record in range(first, last + 1, stride):
             walk.advance(record)
-            value = self._look(walk, walk.instance, steps)
+            value = self._read_value(walk, walk.instance, steps)
             number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
             points.append([record, text_of(value, 80), number])
             if self._is_late():
@@ -459,7 +464,7 @@ class MomentExplorer:
         def holds(kept: list[At]) -> bool:
             nonlocal tried
             tried += 1
-            return same(runs.value_behind(kept, lambda player: self._value_at(player.instance, steps)), wanted)
+            return same(runs.value_after(kept, lambda player: self._value_at(player.instance, steps)), wanted)
 
         if not holds(inputs):
             raise ReplayError(f"{path}: the inputs of the log, given once more, do not give it that value")
@@ -482,10 +487,10 @@ class MomentExplorer:
 
     # --- the log -----------------------------------------------------------------------------------------------------
 
-    def _go_on(self, walk: Walk, last: int, behind: Behind) -> None:
+    def _walk_on(self, walk: Walk, last: int, after_message: AfterMessage) -> None:
         """Walk on to the record ``last``, or as far as there is time for."""
         for record in range(walk.reached + 1, last + 1):
-            walk.advance(record, behind)
+            walk.advance(record, after_message)
             if self._is_late():
                 break
 
@@ -565,7 +570,7 @@ def _changes(before: Fields, after: Fields) -> list[Difference]:
     return list(islice(differences(before, after), DIFFERENCES_MAX + 1))
 
 
-def _told(changes: list[Difference]) -> Values:
+def _change_values(changes: list[Difference]) -> Values:
     return {
         "changes": [
             {"path": one.path, "old": _side(one.path, one.old), "new": _side(one.path, one.new)}

@@ -20,17 +20,17 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, decode_message
 from immortal.replay.host import LocalRun
-from immortal.replay.plan import ReplayError, ReplayPlan, never_was, plan_route
+from immortal.replay.plan import ReplayError, ReplayPlan, plan_route, unshowable_state_text
 from immortal.replay.session import Event, Outputs
 from immortal.replay.verify import ProvingSink
 
-Behind = Callable[[int, int, "IncomingRpc | None", Any], None]
+AfterMessage = Callable[[int, int, "IncomingRpc | None", Any], None]
 """Function that is called with (record, index, call, instance) after each message, except messages that failed.
 
 After a failure the earlier messages of its record are reported again.
 """
 
-Ahead = Callable[[int, int, Any], None]
+BeforeMessage = Callable[[int, int, Any], None]
 """Function that is called with (record, index, instance) before each message."""
 
 
@@ -46,8 +46,8 @@ class Walk(LocalRun):
         self._upgrade = later[0] if later else None  # later records need other code
         if later:
             route = replace(route, versions=route.versions[: route.versions.index(later[0])])
-        self.behind: Behind | None = None
-        self.ahead: Ahead | None = None
+        self.after_message: AfterMessage | None = None
+        self.before_message: BeforeMessage | None = None
         self.made: list[Outputs] = []
         self._collects = False
         self._values: Iterator[bytes] | None = None
@@ -70,31 +70,36 @@ class Walk(LocalRun):
         return describe_state(dispatcher.definition, shown, dispatcher.tasks.save())
 
     def advance(
-        self, last: int, behind: Behind | None = None, *, ahead: Ahead | None = None, collects: bool = False
+        self,
+        last: int,
+        after_message: AfterMessage | None = None,
+        *,
+        before_message: BeforeMessage | None = None,
+        collects: bool = False,
     ) -> None:
-        """Handle all records up to ``last``. Call ``ahead`` before and ``behind`` after each message, ``ahead`` only if
-        there is a ``behind``. ``collects``: add outputs to ``made``.
+        """Handle all records up to ``last``. Call ``before_message`` and ``after_message`` around each message, the
+        first only if there is the second. ``collects``: add outputs to ``made``.
 
         Raises ReplayError if a record is missing or the app's calls differ from the log's; raises the errors of
         the app.
         """
-        self.behind, self.ahead, self._collects = behind, ahead, collects
+        self.after_message, self.before_message, self._collects = after_message, before_message, collects
         try:
             while self.reached < last:
                 self._step()
         finally:
-            self.behind, self.ahead, self._collects = None, None, False
+            self.after_message, self.before_message, self._collects = None, None, False
         self._refuse_other_calls()
 
-    def look_ahead(self) -> None:
+    def check_next_record(self) -> None:
         """Compare the calls made so far with the log's next record too. Raises ReplayError."""
-        self.sink.see_next(self.reached)
+        self.sink.check_next_marks(self.reached)
         self._refuse_other_calls()
 
     def _refuse_other_calls(self) -> None:
         name = self.source.identity.instance_name
         if problem := self.sink.difference(name, all_method_names(self.app.dispatcher.definition)):
-            raise ReplayError(never_was(name, problem))
+            raise ReplayError(unshowable_state_text(name, problem))
 
     def _step(self) -> None:
         upgrade = self._upgrade
@@ -112,15 +117,15 @@ class Walk(LocalRun):
         require(self.session.wants_records, f"a record in the phase {self.session.phase.value!r}")
         self.give(value)
 
-    def listen(self) -> None:
-        super().listen()
+    def process_output(self) -> None:
+        super().process_output()
         if self.ended is not None and (failure := self.ended.failure) is not None:
             raise ReplayError(
                 f"the app stops at record {failure.sequence_id}, message {failure.message_index}: {failure.text}"
             )
 
-    def take(self, event: Event) -> None:
-        super().take(event)
+    def handle_event(self, event: Event) -> None:
+        super().handle_event(event)
         if self._collects and isinstance(event, Outputs):
             self.made.append(event)
 
@@ -133,14 +138,14 @@ class _WatchedDelivery(Delivery):
         self._walk = walk
 
     def deliver(self, instance: Any, content: bytes, offset: int, end: int, slice_end: int) -> int:
-        behind = self._walk.behind
-        if behind is None:
+        after_message = self._walk.after_message
+        if after_message is None:
             return super().deliver(instance, content, offset, end, slice_end)
         sequence_id, index = self._context.sequence_id, self._context.message_index
-        if self._walk.ahead is not None:
-            self._walk.ahead(sequence_id, index, instance)
+        if self._walk.before_message is not None:
+            self._walk.before_message(sequence_id, index, instance)
         next_offset = super().deliver(instance, content, offset, end, offset + 1)
-        behind(sequence_id, index, _rpc_at(content, offset), instance)
+        after_message(sequence_id, index, _rpc_at(content, offset), instance)
         return next_offset
 
 

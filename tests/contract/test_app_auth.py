@@ -587,7 +587,7 @@ def test_what_is_meant_is_permitted(tmp_path: Path) -> None:
 def test_a_coordinator_that_is_told_to_ask_for_nothing(house: House) -> None:
     house.register("alice", app_auth="challenge", app_port=0)
     settings = house.settings("alice")
-    app_secret.make(settings.folder)  # of an earlier life
+    app_secret.create(settings.folder)  # of an earlier life
     assert override(settings, app_auth=AppAuth.NONE).app_auth is AppAuth.NONE
     environment = {**os.environ, HOME_VARIABLE: str(house.home)}
     command = [sys.executable, "-m", "immortal", "coordinator", "alice", "--app-auth", "none"]
@@ -612,7 +612,7 @@ def test_two_ports_can_have_no_secret_at_the_command_line(house: House) -> None:
 def test_unregister_takes_the_secret_away(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
     settings = registry.register("a", "tcp://127.0.0.1:*")
-    app_secret.make(settings.folder)
+    app_secret.create(settings.folder)
     unregister(registry, "a")
     assert not settings.folder.exists()
 
@@ -620,7 +620,7 @@ def test_unregister_takes_the_secret_away(tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_secret(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(app_secret.AppSecretError, match="can't be written to"):
-        app_secret.make(tmp_path / "file")
+        app_secret.create(tmp_path / "file")
 
 
 def test_the_log_does_not_tell_the_secret(house: House) -> None:

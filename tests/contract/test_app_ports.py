@@ -253,8 +253,8 @@ def test_what_a_dead_app_left_is_not_paired_with_a_living_one(
             ready = epoll.poll(DEADLINE_S)
             assert ready, "the living one was not has_app"
             connection = listener.process(dict(ready), has_app=False)
-        assert not app_listener._is_gone(connection._receiver)
-        assert not app_listener._is_gone(connection._sender)
+        assert not app_listener._is_disconnected(connection._receiver)
+        assert not app_listener._is_disconnected(connection._sender)
         if mode is CONNECT:
             connection.send(b"hello")
             connection.flush()

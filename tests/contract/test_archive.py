@@ -65,7 +65,7 @@ def opened(log: Path, keys: Sequence[LogKey] = ()) -> RowLogStore:
 
 def shipped(archive: Archive, log: Path, keys: Sequence[LogKey] = (), *, anew: bool = False) -> Moment | None:
     with open_reader(log, NAME, keys=keys) as reader:
-        return Archiver(archive, reader, anew=anew, segment_size_bytes=SEGMENT_SIZE_BYTES).moment()
+        return Archiver(archive, reader, new_history=anew, segment_size_bytes=SEGMENT_SIZE_BYTES).store_moment()
 
 
 def all_rows(log: Path) -> Rows:
@@ -129,8 +129,8 @@ def test_one_archiver_sends_what_has_changed(tmp_path: Path) -> None:
     archive = in_memory()
     with open_reader(tmp_path / "log", NAME) as reader:
         archiver = Archiver(archive, reader, segment_size_bytes=SEGMENT_SIZE_BYTES)
-        whole = archiver.moment()
-        assert archiver.moment() is None
+        whole = archiver.store_moment()
+        assert archiver.store_moment() is None
     assert shipped(archive, tmp_path / "log") is None, "nothing is new to another one, either"
     assert whole is not None
     assert whole.state is not None
@@ -250,9 +250,9 @@ def test_two_archivers_of_one_log_write_one_history(tmp_path: Path) -> None:
     archive = in_memory()
     with open_reader(tmp_path / "log", NAME) as reader:
         late = Archiver(archive, reader)
-        assert Archiver(archive, reader).moment() is not None
+        assert Archiver(archive, reader).store_moment() is not None
         with pytest.raises(ConflictError, match="another archiver has written moment 1"):
-            late.moment()
+            late.store_moment()
     assert brought_back(archive, tmp_path / "back") == all_rows(tmp_path / "log")
 
 
@@ -312,7 +312,7 @@ def test_what_was_trimmed_before_it_was_archived_is_said(tmp_path: Path) -> None
     store.close()
     said: list[str] = []
     with open_reader(tmp_path / "log", NAME) as reader:
-        moment = Archiver(archive, reader, say=said.append).moment()
+        moment = Archiver(archive, reader, report=said.append).store_moment()
     assert moment is not None
     assert moment.begins
     assert said == [
@@ -361,13 +361,13 @@ def test_encrypted_for_a_key_of_which_the_archiver_has_the_public_half(tmp_path:
     write_log(tmp_path / "log", 30)
     url = f"file://{tmp_path}/archive"
     objects = Objects(store_of(url), url).below(NAME)
-    shipped(Archive(objects, Cipher.of_file(public)), tmp_path / "log")
+    shipped(Archive(objects, Cipher.from_file(public)), tmp_path / "log")
     files = [path for path in (tmp_path / "archive").rglob("*") if path.is_file() and path.parent.name != "moments"]
     assert files
     assert all(path.read_bytes().startswith(b"age-encryption.org/v1") for path in files)
     for archive, problem in (
         (Archive(objects), "is encrypted: give its secret key"),
-        (Archive(objects, Cipher.of_file(public)), "public keys alone"),
+        (Archive(objects, Cipher.from_file(public)), "public keys alone"),
     ):
         with pytest.raises(ArchiveError, match=problem):
             brought_back(archive, tmp_path / "without")
@@ -375,10 +375,10 @@ def test_encrypted_for_a_key_of_which_the_archiver_has_the_public_half(tmp_path:
     other.write_text(f"{x25519.Identity.generate()}\n")
     other.chmod(0o600)
     with pytest.raises(DamagedObjectError, match="cannot be decrypted with the keys"):
-        brought_back(Archive(objects, Cipher.of_file(other)), tmp_path / "without")
+        brought_back(Archive(objects, Cipher.from_file(other)), tmp_path / "without")
     with pytest.raises(ArchiveError, match="is encrypted: give the key file"):
         shipped(Archive(objects), tmp_path / "log")
-    back = brought_back(Archive(objects, Cipher.of_file(secret)), tmp_path / "back")
+    back = brought_back(Archive(objects, Cipher.from_file(secret)), tmp_path / "back")
     assert back == all_rows(tmp_path / "log")
 
 
@@ -398,7 +398,7 @@ def test_a_key_file_that_is_none(tmp_path: Path, text: str | None, mode: int, pr
     path.write_text(f"{x25519.Identity.generate()}\n" if text is None else text)
     path.chmod(mode)
     with pytest.raises(ArchiveError, match=problem) as error:
-        Cipher.of_file(path)
+        Cipher.from_file(path)
     assert "HUNTER2" not in str(error.value).upper()
 
 
@@ -453,7 +453,7 @@ def test_a_damaged_old_manifest_does_not_stop_what_is_new(tmp_path: Path) -> Non
     assert "nothing old is removed; what is new is archived" in " ".join(said)
     grow(tmp_path / "log", 5)
     with pytest.raises(ArchiveError, match="what is new is archived, but nothing old was removed: the object"):
-        follower().once()
+        follower().archive_once()
     assert archive.numbers() == [1, 2, 3, 4, 5]
 
 
@@ -463,7 +463,7 @@ def test_a_log_in_a_database_too(tmp_path: Path, postgres: Postgres, request: py
     back_up(tmp_path / "log", NAME, url)
     archive = in_memory()
     with open_reader(url, NAME) as reader:
-        assert Archiver(archive, reader).moment() is not None
+        assert Archiver(archive, reader).store_moment() is not None
     assert brought_back(archive, tmp_path / "back") == all_rows(tmp_path / "log")
     other = f"{postgres.url(request.node.name + '_back')}#{NAME}"
     restore(archive, archive.moments()[0].instance, archive.moments(), 0, place_of(other), ())

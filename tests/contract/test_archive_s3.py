@@ -66,12 +66,12 @@ def test_there_and_back(endpoint: str, tmp_path: Path) -> None:
     archive = Archive(root.below(NAME))
     write_log(tmp_path / "log", 40)
     with open_reader(tmp_path / "log", NAME) as reader:
-        assert Archiver(archive, reader, segment_size_bytes=20_000).moment() is not None
+        assert Archiver(archive, reader, segment_size_bytes=20_000).store_moment() is not None
     log = open_log(tmp_path / "log", NAME, map_size_bytes=1 << 24)
     put_record(log, 40)
     log.close()
     with open_reader(tmp_path / "log", NAME) as reader:
-        assert Archiver(archive, reader, segment_size_bytes=20_000).moment() is not None
+        assert Archiver(archive, reader, segment_size_bytes=20_000).store_moment() is not None
     assert root.folders() == [NAME]
     assert archive.numbers() == [1, 2]
     moments = archive.moments()

@@ -87,7 +87,7 @@ def collected(writer: LogWriter, count: int) -> list[ev.Event]:
     events: list[ev.Event] = []
     while len(events) < count:
         assert select.select([writer], [], [], WAIT_S)[0], f"there came only {events}"
-        events += writer.take_done()
+        events += writer.pop_finished()
     return events
 
 
@@ -123,7 +123,7 @@ def test_what_is_for_the_thread_comes_behind_what_was_begun(store: SlowTrims, wr
     submit(writer, commit(1), commit(2))
     submit(writer, ef.WriteCheckpointChunk(1, 0, b"blob"), commit(3), commit(4, LARGE))
     assert len(store.backend.begun) == 2, "a small one does not overtake a chunk"
-    assert writer.take_done() == []
+    assert writer.pop_finished() == []
     store.backend.answer(2)
     assert collected(writer, 5) == [
         ev.Committed(1),
@@ -301,11 +301,11 @@ def test_whatever_happens_each_is_there_once_and_in_order(steps: list[tuple[str,
             elif what == "trim":
                 writer.trim()
             else:
-                take(writer.take_done())
+                take(writer.pop_finished())
         while open_jobs or is_held:
             store.backend.answer(len(store.backend.begun))
             assert select.select([writer], [], [], WAIT_S)[0], f"these were never answered: {open_jobs}"
-            take(writer.take_done())
+            take(writer.pop_finished())
         assert store.tail() == (ticket, ticket - 1)
         assert store.read(0, 1 << 20) == [value(number) for number in range(ticket)]
     finally:

@@ -178,7 +178,7 @@ def test_a_reply_that_comes_as_its_call_is_given_up_counts(coordinator: Coordina
         call = Call("echo", b"", lambda call: None)
         call.finish(Reply(1, ReplyKind.VALUE, msgspec.msgpack.encode("asked")))
         client: Any = client_of(shop)
-        assert client._shell.ask(_Waiting(NamedMethod("echo"), call, 0.0, lambda connection: None)) == "asked"
+        assert client._shell.execute(_Waiting(NamedMethod("echo"), call, 0.0, lambda connection: None)) == "asked"
 
 
 def test_a_call_that_was_interrupted_before_it_was_sent_is_never_sent(coordinator: Coordinator) -> None:

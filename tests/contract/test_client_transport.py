@@ -111,7 +111,7 @@ def watched_until(problem: str, endpoint: str, server_key: bytes | None) -> None
         while watch.problem != problem:
             assert time.monotonic() < deadline_s, f"what is seen is {watch.problem!r}"
             time.sleep(0.001)
-            watch.look()
+            watch.read_events()
         assert watch.is_unreachable == (problem == "nobody listens there")
     finally:
         watch.close()
@@ -240,11 +240,11 @@ def test_who_ends_in_a_handshake_and_is_back_has_no_other_key() -> None:
                     with dying.accept()[0] as connection:
                         connection.sendall(GREETING)
                         connection.recv(1)
-                    watch.look()
+                    watch.read_events()
             back = Listener(secret, endpoint)
             while not watch.is_up:
                 assert time.monotonic() < deadline_s, watch.problem
-                watch.look()
+                watch.read_events()
             assert not watch.has_key_mismatch
             assert watch.problem == ""
             back.close()

@@ -91,7 +91,7 @@ def collected(writer: LogWriter, count: int) -> list[ev.Event]:
     while len(events) < count:
         ready, _, _ = select.select([writer], [], [], DEADLINE_S)
         assert ready, f"the thread gave only {events}"
-        events += writer.take_done()
+        events += writer.pop_finished()
     return events
 
 
@@ -101,7 +101,7 @@ def test_small_commits_run_inline(store: Store, writer: LogWriter) -> None:
     assert store.done == []
     assert writer.run_inline() == [ev.Committed(1), ev.Committed(2)]
     assert writer.run_inline() == []
-    assert writer.take_done() == []
+    assert writer.pop_finished() == []
 
 
 def test_the_order_is_kept_between_inline_and_thread(store: Store, writer: LogWriter) -> None:
@@ -404,13 +404,13 @@ def test_what_the_app_was_sent_is_told_when_it_is_asked_for(tmp_path: Path) -> N
                 endpoint.send(ef.SendToApp(data))
                 assert endpoint.flush() == []
             assert endpoint.sent_bytes == 8
-            assert endpoint.take_sent() == [ev.AppSent(8)]
-            assert endpoint.take_sent() == []
+            assert endpoint.pop_sent_events() == [ev.AppSent(8)]
+            assert endpoint.pop_sent_events() == []
             endpoint.send(ef.SendToApp(b"four"))
             endpoint.flush()
             app.shutdown(socket.SHUT_RDWR)
             assert endpoint.process(dict(epoll.poll(DEADLINE_S))) == [ev.AppClosed()]
-            assert endpoint.take_sent() == [], "the next app would be taken to have been sent that"
+            assert endpoint.pop_sent_events() == [], "the next app would be taken to have been sent that"
     finally:
         endpoint.close()
         epoll.close()

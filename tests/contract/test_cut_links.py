@@ -24,7 +24,7 @@ class Ends:
         for side, name in enumerate(("alice", "bob")):
             endpoint = f"tcp://{ADDRESSES[side]}:*"
             namespaces.inside(side, lambda: house.registry.register(name, endpoint, app_auth="none"))  # noqa: B023
-            keys.make(house.settings(name).folder)  # on such an address nobody starts without
+            keys.create(house.settings(name).folder)  # on such an address nobody starts without
         self.sent = 0
 
     def start(self, side: int) -> tuple[CoordinatorProcess, SocketApp]:

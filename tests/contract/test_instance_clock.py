@@ -82,15 +82,15 @@ def test_how_long_a_jump_has_stood_is_kept_too(machine: Machine) -> None:
 
 def test_another_start_of_the_machine_has_to_believe_the_clock_but_not_that_it_ran(machine: Machine) -> None:
     first = machine.start(NOW - 20 * DAY, last_ns=NOW)
-    assert first.running.before(20 * DAY) == NOW - 20 * DAY
+    assert first.running.time_of_age(20 * DAY) == NOW - 20 * DAY
     first.close()
     machine.boot("second", 5 * S)
     machine.wall_ns += 60 * DAY
     second = machine.start(NOW - 20 * DAY, last_ns=NOW)
     assert second.now_ns() == NOW + 60 * DAY
     assert "60 days ahead of the log's last record" in machine.lines[0]
-    assert second.running.before(30 * DAY) == 0, "nothing is thirty days old"
-    assert second.running.before(10 * DAY) == NOW - 10 * DAY
+    assert second.running.time_of_age(30 * DAY) == 0, "nothing is thirty days old"
+    assert second.running.time_of_age(10 * DAY) == NOW - 10 * DAY
 
 
 def test_a_log_that_is_ahead_of_the_clock_goes_on_from_its_last_record(machine: Machine) -> None:
@@ -107,8 +107,8 @@ def test_without_its_file_the_log_says_how_long_it_has_run(machine: Machine) -> 
     machine.boot("second")
     machine.wall_ns += 60 * DAY
     again = machine.start(NOW - 40 * DAY, last_ns=NOW)
-    assert again.running.before(30 * DAY) == NOW - 30 * DAY
-    assert again.running.before(41 * DAY) == 0
+    assert again.running.time_of_age(30 * DAY) == NOW - 30 * DAY
+    assert again.running.time_of_age(41 * DAY) == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"boot": 7}'])
@@ -139,12 +139,12 @@ def test_the_folder_is_made_where_the_log_is_elsewhere(tmp_path: Path, monkeypat
 
 def test_what_was_stepped_is_told_to_the_next_process(machine: Machine) -> None:
     one = machine.start()
-    one.take_events()
+    one.pop_events()
     machine.wall_ns += HOUR
     one.now_ns()
     one.now_ns(accept=True)
-    (step,) = one.take_events()
+    (step,) = one.pop_events()
     machine.passes(S)
-    events = machine.start().take_events()
+    events = machine.start().pop_events()
     assert events[0] == step
     assert (events[1].time_ns, events[1].jumped_ns) == (machine.wall_ns, 0)

@@ -138,8 +138,8 @@ def test_copies_outlive_their_view(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("span", "left"),
     [
-        (Span.of_one("peers", b"b\0"), [0, 2, 3, 4]),
-        (Span.of_one("peers", b"nothing"), [0, 1, 2, 3, 4]),
+        (Span.of_key("peers", b"b\0"), [0, 2, 3, 4]),
+        (Span.of_key("peers", b"nothing"), [0, 1, 2, 3, 4]),
         (Span("peers", b"b\0", b"d\0"), [0, 3, 4]),
         (Span("peers", b"b\0c"), [0, 1]),
         (Span("peers", end=b"d\0"), [3, 4]),
@@ -166,7 +166,7 @@ def test_rows_go_before_others_come(backend: Backend) -> None:
 def test_what_was_appended_is_there_again(place: Place, backend: Backend, crashed: bool) -> None:
     put(backend, count=3, sources=[b"bob\0"])  # small: a backend may keep it elsewhere at first
     put(backend, 2, count=2, peers=KEYS, replies=[b"x" * 200])
-    remove(backend, Span.of_one("peers", KEYS[0]), last=4)
+    remove(backend, Span.of_key("peers", KEYS[0]), last=4)
     put(backend, 4, count=1)
     with backend.view() as view:
         before = contents(view)

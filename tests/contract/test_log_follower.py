@@ -137,9 +137,9 @@ def test_it_opens_the_log_for_writing_once_the_lock_is_free(log: Log) -> None:
     while store is None and time.monotonic() < deadline_s:
         select.select([follower.fileno()], [], [], 0.5)
         follower.take()
-        store = follower.take_store()
+        store = follower.release_store()
     assert store is not None
-    assert follower.take_unanswered() == [ef.ReadRecords(0, 1 << 20, 3)]
+    assert follower.pop_unanswered() == [ef.ReadRecords(0, 1 << 20, 3)]
     assert store.summary().epoch == 1
     store.close()
 
@@ -205,7 +205,7 @@ def test_an_append_that_was_done_and_not_answered_is_told_of_by_the_tail() -> No
             writer.submit(ef.ReadTail())
             while len(came) < count:
                 assert select.select([writer], [], [], WAIT_S)[0]
-                came += writer.take_done()
+                came += writer.pop_finished()
         assert isinstance(came[0], ev.LogFailed)
         assert (came[0].retryable, came[0].request) == (True, ef.ReadTail())
         assert came[1] == ev.TailRead(3, -1)
@@ -237,7 +237,7 @@ def test_the_writer_says_what_has_become_of_an_append(inline: int) -> None:
             events = writer.run_inline()
             if not events:
                 assert select.select([writer.fileno()], [], [], WAIT_S)[0]
-                events = writer.take_done()
+                events = writer.pop_finished()
             assert events == [expected]
     finally:
         writer.close()

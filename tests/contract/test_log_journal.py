@@ -185,7 +185,7 @@ def test_what_a_live_writer_adds_while_the_end_is_looked_for_is_no_damage(
 ) -> None:
     identity = LogIdentity(FORMAT_VERSION, "alice", COMMITTER_ID, 0)
     journal, reader = Journal(tmp_path, identity), JournalReader(tmp_path, identity)
-    journal.make()
+    journal.create()
     journal.restart(5)
     rows: list[Row] = [("meta", b"%d" % number, b"value") for number in range(3)]
     for row in rows:

@@ -43,7 +43,7 @@ def kept_checkpoints(
     writer = LogWriter(store, keep_checkpoints=keep_checkpoints, keep_bytes=keep_bytes, inline_size_bytes_max=1 << 20)
     running = RunningTime(first_ns=now_ns - 400 * DAY_NS, last_ns=now_ns)
     try:
-        writer.trim(None if keep_log_days is None else running.before(keep_log_days * DAY_NS))
+        writer.trim(None if keep_log_days is None else running.time_of_age(keep_log_days * DAY_NS))
         waiting, begun = threading.Event(), time.monotonic()
         while writer.trimming:
             assert not waiting.wait(0.001)
@@ -96,11 +96,11 @@ def test_of_the_days_no_more_is_kept_than_so_much(
 def test_a_week_is_kept_by_default_in_a_bounded_size(tmp_path: Path) -> None:
     def kept(**given: Any) -> tuple[int | None, int | None, int | None]:
         one = InstanceSettings(name="counter", folder=tmp_path, peer="tcp://127.0.0.1:7001", log="log", **given)
-        return one.keep_checkpoints, one.kept_days, one.kept_mib
+        return one.keep_checkpoints, one.log_days, one.log_mib
 
     open_ones = InstanceSettings(name="counter", folder=tmp_path, peer="tcp://127.0.0.1:7001", log="log")
-    assert open_ones.leaves_keeping_open  # so 'immortal dev' keeps all
-    assert not replace(open_ones, keep_log_mb=50).leaves_keeping_open
+    assert open_ones.sets_no_retention  # so 'immortal dev' keeps all
+    assert not replace(open_ones, keep_log_mb=50).sets_no_retention
     assert kept() == (2, 7, 1024)
     assert kept(keep_log_mb=50) == (2, 7, 50)
     assert kept(log_limit_mb=500) == (2, 7, 250)  # else a full log would never get room

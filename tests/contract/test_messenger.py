@@ -1231,7 +1231,7 @@ def test_replies_do_not_wait_for_a_message(house: House, why: str) -> None:
 
 def test_a_piggybacked_reply_that_is_lost_is_asked_for_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(house)
-    monkeypatch.setattr(pair.one._links[pair.to_other], "take_reply", lambda parts, now_ns: None)
+    monkeypatch.setattr(pair.one._links[pair.to_other], "handle_reply", lambda parts, now_ns: None)
     pair.call(b"1")
     pair.other.send_message(pair.to_one, b"the other way")
     house.drive(lambda: pair.one.counters().received == 2)

@@ -43,7 +43,7 @@ class Road:
         house.register("alice", "bob")
         if secured:
             for name in ("alice", "bob"):
-                keys.make(house.settings(name).folder)
+                keys.create(house.settings(name).folder)
         if tuning:
             with house.registry.path("alice").open("a") as file:
                 file.write(f"\n[tuning]\n{tuning}\n")

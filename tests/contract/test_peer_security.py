@@ -263,7 +263,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 def register(house: House, *names: str, **options: Any) -> None:
     house.register(*names, **options)
     for name in names:
-        keys.make(house.settings(name).folder)
+        keys.create(house.settings(name).folder)
 
 
 def forward(app: SocketApp, number: int) -> None:
@@ -408,7 +408,7 @@ def test_without_keys_nothing_is_sent_to_who_has_them_until_there_are_some(house
     line = process.line("nothing is sent to 'bob'")
     assert "takes only callers with keys, and 'alice' has none: 'immortal keys alice --make'" in line
     assert process.status()["security"]["key"] is None
-    keys.make(house.settings("alice").folder)
+    keys.create(house.settings("alice").folder)
     bob.until(lambda: bob.state["told"] == [1])
 
 
@@ -419,7 +419,7 @@ def test_who_has_no_keys_yet_is_called_in_plain_until_it_has_some(house: House) 
     _, alice = house.both("alice", peer="bob")
     alice.impulse(1)
     bob.until(lambda: bob.state["told"] == [1])
-    keys.make(house.settings("bob").folder)
+    keys.create(house.settings("bob").folder)
     bob_process.line("keys or callers changed")
     alice.impulse(2)
     bob.until(lambda: bob.state["told"] == [1, 2])
@@ -455,7 +455,7 @@ def test_other_machines_are_talked_to_with_keys_only(house: House) -> None:
     assert "INSECURE, as asked for" in process.line(" warning ")
     process.kill()
     path.write_text(path.read_text().replace("insecure = true\n", ""))
-    keys.make(house.settings("alice").folder)
+    keys.create(house.settings("alice").folder)
     register(house, "bob")
     keys.public_path(house.settings("bob").folder).unlink()
     bob_path = house.registry.path("bob")

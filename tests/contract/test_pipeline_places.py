@@ -64,7 +64,7 @@ def specs_of(name: str) -> list[RecordSpec]:
 def ship(folder: Path, url: str, name: str, cipher: Cipher | None = None) -> None:
     archive = Archive(Objects(store_of(url), url).below(name), cipher)
     with open_reader(folder, name) as reader:
-        Archiver(archive, reader, segment_size_bytes=SEGMENT_SIZE_BYTES).moment()
+        Archiver(archive, reader, segment_size_bytes=SEGMENT_SIZE_BYTES).store_moment()
 
 
 def write_logs(home: Path) -> None:
@@ -93,7 +93,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(KEY_FILE_VARIABLE, str(key))
     url = f"file://{tmp_path}/archive"
     for name in COUNTS:
-        ship(home / name / "log", url, name, None if key is None else Cipher.of_file(key))
+        ship(home / name / "log", url, name, None if key is None else Cipher.from_file(key))
     return url
 
 
@@ -267,7 +267,7 @@ def test_what_is_said_where_there_is_none(tmp_path: Path, url: str, said: str) -
 def test_a_key_that_is_missing_or_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = secret_key(tmp_path)
     url = f"file://{tmp_path}/archive"
-    ship(make_log(tmp_path / "log", "alice", specs_of("alice")), url, "alice", Cipher.of_file(key))
+    ship(make_log(tmp_path / "log", "alice", specs_of("alice")), url, "alice", Cipher.from_file(key))
     with pytest.raises(LogError, match=f"is encrypted: give its secret key in {KEY_FILE_VARIABLE}"):
         rows_here("records", url)
     (tmp_path / "other").mkdir()
@@ -330,7 +330,7 @@ def test_a_verification_of_an_encrypted_archive_by_the_command(tmp_path: Path) -
     url = f"file://{tmp_path}/archive"
     write_logs(tmp_path / "home")
     for name in COUNTS:
-        ship(tmp_path / "home" / name / "log", url, name, Cipher.of_file(key))
+        ship(tmp_path / "home" / name / "log", url, name, Cipher.from_file(key))
     command = [Path(sys.executable).with_name("immortal"), "pipeline", "verify", url, "--json", "--master", "local[2]"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, KEY_FILE_VARIABLE: str(key)}

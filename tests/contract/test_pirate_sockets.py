@@ -187,7 +187,7 @@ def test_a_thread_that_ends_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatc
         thread.start()
         assert begun.wait(DEADLINE_S)
         monkeypatch.setattr(pool._shell.machine, "process", breaks)
-        pool._shell.rouse()
+        pool._shell.wake()
         thread.join(DEADLINE_S)
         assert len(ended) == 1
         go.set()
@@ -242,7 +242,7 @@ class LosesReplies(Server):
         self.lost |= {answer.key for answer in lost}
         with self._lock:
             for answer in lost:
-                del self._taken[answer.key]
+                del self._pending[answer.key]
         super().send([answer for answer in kept if answer not in lost])
 
 
@@ -493,9 +493,9 @@ def test_a_client_takes_no_reply_that_it_did_not_ask_for_there(tmp_path: Path) -
         thread.start()
         assert begun.wait(DEADLINE_S)
         with pool._shell.lock:  # the liar joins the pool, behind the request that the server has
-            driver._look = lambda: [server.endpoint, liar]
-            driver._look_due_s = 0.0
-        pool._shell.rouse()
+            driver._find_servers = lambda: [server.endpoint, liar]
+            driver._refresh_due_s = 0.0
+        pool._shell.wake()
         until(lambda: driver.strays >= 100)
         assert answered == []
         go.set()
@@ -533,7 +533,7 @@ def home(tmp_path: Path) -> Path:
     folder = tmp_path / "home"
     folder.mkdir(mode=0o700)
     for name in ("vault", "ada", "eve"):
-        keys.make(folder / name, role=keys.Role.CLIENT)
+        keys.create(folder / name, role=keys.Role.CLIENT)
     return folder
 
 

@@ -81,7 +81,7 @@ def test_synchronous_commit_that_is_switched_off_has_no_part_in_it(
     backend = store.backend
 
     def of_session() -> str:
-        return Durability.of(backend._connection).synchronous_commit  # type: ignore[attr-defined]
+        return Durability.read(backend._connection).synchronous_commit  # type: ignore[attr-defined]
 
     store.commit(records(1), 2)
     assert of_session() == "on"

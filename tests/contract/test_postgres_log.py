@@ -439,7 +439,7 @@ def test_a_late_append_of_the_same_writer_is_fenced(store: RowLogStore) -> None:
     backend._sender.send(arguments)
     while (answer := backend._sender.answer()) is None:
         backend._sender.wait()
-    assert answer == (False, late.fence + 1, 0, 0, connections.own_name())
+    assert answer == (False, late.fence + 1, 0, 0, connections.process_name())
     store.commit(records(1), 2)
     assert store.tail() == (2, 1)
 
@@ -480,18 +480,18 @@ def test_a_lease_is_void_where_its_process_is_known_to_be_gone() -> None:
     """On this machine; of another one nobody knows until it has run out."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    own = connections.own_process()
+    own = connections.current_process()
     gone = msgspec.structs.replace(own, pid=ended.pid)
     elsewhere = msgspec.structs.replace(gone, space="another boot")
     later = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=own.process_start_ticks + 1)
     living = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=0)
 
     def is_gone(process: connections.Process) -> bool:
-        return connections.is_process_gone(msgspec.json.encode(process).decode())
+        return connections.has_process_ended(msgspec.json.encode(process).decode())
 
     assert [is_gone(one) for one in (gone, later, elsewhere, living)] == [True, True, False, False]
     assert is_gone(own), "this process holds no such lease"
-    assert not connections.is_process_gone("of a later version")
+    assert not connections.has_process_ended("of a later version")
 
 
 def test_who_follows_is_known_and_told_at_once_that_the_log_is_given_up(store: RowLogStore, url: str) -> None:
@@ -535,7 +535,7 @@ def test_a_log_that_is_left_to_one_standby_is_not_for_others(
     assert place_of(url).holder() == "b (process 7)"
     with pytest.raises(LogLockedError, match=r"is in use by b \(process 7\)"):
         open_log(url, "alice")
-    monkeypatch.setattr(connections, "own_name", lambda: "b (process 7)")
+    monkeypatch.setattr(connections, "process_name", lambda: "b (process 7)")
     successor = open_log(url, "alice", endpoint="tcp://10.0.0.2:7001")
     successor.commit(records(0), 1)
     assert place_of(url).endpoint() == "tcp://10.0.0.2:7001"
@@ -572,7 +572,7 @@ def test_a_lease_whose_connection_breaks_as_it_is_made_is_renewed_by_the_next_on
         return connection
 
     monkeypatch.setattr(connections, "connect", connect)
-    address = Address.of(postgres.url("another").removeprefix("postgresql:"))
+    address = Address.parse(postgres.url("another").removeprefix("postgresql:"))
     held = connections.Lease(address, 0.1, "")
     with really_connect(address) as connection, connection.transaction():
         held.take_over(connection)

@@ -65,11 +65,11 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def asked(store: RowLogStore, standby: StandbyRegistration) -> StandbyCheckpointRequest:
-    store.backend.request_standby_checkpoint(connections.own_name(), HEADER.checkpoint_id, 3)
-    until(lambda: standby.asked is not None)
-    assert standby.asked is not None
-    assert (standby.asked.checkpoint_id, standby.asked.epoch) == (5, 3)
-    return standby.asked
+    store.backend.request_standby_checkpoint(connections.process_name(), HEADER.checkpoint_id, 3)
+    until(lambda: standby.request is not None)
+    assert standby.request is not None
+    assert (standby.request.checkpoint_id, standby.request.epoch) == (5, 3)
+    return standby.request
 
 
 def put(standby: StandbyRegistration, one: StandbyCheckpointRequest, *indices: int) -> None:
@@ -88,11 +88,11 @@ def read(store: RowLogStore) -> bytes:
 def test_what_a_standby_has_put_is_adopted_by_a_header_alone(store: RowLogStore, standby: StandbyRegistration) -> None:
     one = asked(store, standby)
     put(standby, one, 0, 1, 2)
-    assert store.take_standby_offer() is None
+    assert store.poll_standby_offer() is None
     assert store.summary().checkpoints == []
     offer(standby, one)
-    assert store.take_standby_offer() == Offer(3, HEADER, [(4, 0, 0, 0)])
-    assert store.take_standby_offer() is None, "it is told once"
+    assert store.poll_standby_offer() == Offer(3, HEADER, [(4, 0, 0, 0)])
+    assert store.poll_standby_offer() is None, "it is told once"
     store.commit(Transaction(checkpoint=HEADER, adopts=True))
     (header,) = store.summary().checkpoints
     assert (header.outputs, header.unacknowledged) == (HEADER.outputs, HEADER.unacknowledged)
@@ -101,10 +101,10 @@ def test_what_a_standby_has_put_is_adopted_by_a_header_alone(store: RowLogStore,
 
 def test_another_standby_is_asked_nothing(store: RowLogStore, standby: StandbyRegistration) -> None:
     store.backend.request_standby_checkpoint("somebody else (process 1)", 5, 3)
-    store.backend.request_standby_checkpoint(connections.own_name(), 6, 3)
-    until(lambda: standby.asked is not None)
-    assert standby.asked is not None
-    assert standby.asked.checkpoint_id == 6
+    store.backend.request_standby_checkpoint(connections.process_name(), 6, 3)
+    until(lambda: standby.request is not None)
+    assert standby.request is not None
+    assert standby.request.checkpoint_id == 6
 
 
 def test_what_is_not_wanted_any_more_is_not_taken(store: RowLogStore, standby: StandbyRegistration) -> None:
@@ -115,7 +115,7 @@ def test_what_is_not_wanted_any_more_is_not_taken(store: RowLogStore, standby: S
         put(standby, one, 1)
     with pytest.raises(LogError, match="does not want it any more"):
         offer(standby, one)
-    assert store.take_standby_offer() is None
+    assert store.poll_standby_offer() is None
 
 
 def test_a_chunk_is_put_once(store: RowLogStore, standby: StandbyRegistration) -> None:
@@ -134,7 +134,7 @@ def test_whoever_takes_the_log_takes_nothing_of_it(url: str, store: RowLogStore,
     try:
         with pytest.raises(LogError, match="does not want it any more"):
             put(standby, one, 2)
-        assert other.take_standby_offer() is None
+        assert other.poll_standby_offer() is None
         with other.backend.view() as view:
             assert not list(view.sizes("chunks"))
     finally:

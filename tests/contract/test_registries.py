@@ -150,8 +150,8 @@ def test_an_upgrade_that_is_asked_for_is_known_to_who_starts_next(fleet: Fleet) 
 def test_keys_of_instances_and_clients_are_known_to_all(fleet: Fleet) -> None:
     one = fleet.machine("a")
     shop = one.register("shop", PEER)
-    (pair,) = keys.make(shop.folder)
-    (till,) = keys.make(one.home / "till", Role.CLIENT)
+    (pair,) = keys.create(shop.folder)
+    (till,) = keys.create(one.home / "till", Role.CLIENT)
     other = fleet.machine("b")
     book, settings = Keyring(other), other.load("shop")
     assert book.keys_of(settings, "shop") == (pair.public,)
@@ -175,7 +175,7 @@ def test_the_log_is_in_the_same_database_where_nothing_else_is_said(shared: Flee
     OwnLogs(kept.folder).create()
     assert ensure_machine_keys(kept, one)
     elsewhere = shared.machine("b")
-    keys.make(elsewhere.home / "local")
+    keys.create(elsewhere.home / "local")
     with pytest.raises(RegistryError, match=r"'local' is in a folder, .* of the machine where it was registered"):
         ensure_machine_keys(elsewhere.load("local"), elsewhere)
 
@@ -224,15 +224,15 @@ def test_where_an_instance_has_gone_is_known_at_once_and_the_key_that_it_has_the
     public = {}
     for name, peer in there.items():
         registry = shared.machine(name)
-        keys.make(registry.load("shop").folder)
+        keys.create(registry.load("shop").folder)
         (pair,) = keys.read_pairs(registry.home / "shop")
         public[name] = pair.public
         assert registry.copy is not None
         registry.copy.announce("shop", peer)
-    keys.make(shared.machine("till").home / "till", Role.CLIENT)
+    keys.create(shared.machine("till").home / "till", Role.CLIENT)
     finder = Finder("shop", shared.url, identity="till")
     lease(postgres, there["a"])
-    following = finder.follow()
+    following = finder.watch_registry()
     assert following is not None
     try:
         for name in ("a", "b", "a"):
@@ -241,9 +241,9 @@ def test_where_an_instance_has_gone_is_known_at_once_and_the_key_that_it_has_the
             assert finder.find().server_keys[0] == public[name]
             assert len(finder.find().server_keys) == 2
         known = finder.find()
-        until(lambda: not following.moved(known))
+        until(lambda: not following.has_moved(known))
         lease(postgres, there["b"], tells=tells)
-        until(lambda: following.moved(known))
+        until(lambda: following.has_moved(known))
     finally:
         following.close()
 
@@ -258,11 +258,11 @@ def test_of_machines_with_one_address_the_holder_shows_its_key_first(
     for host in hosts:
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         registry = shared.machine(host)
-        keys.make(registry.load("shop").folder)
+        keys.create(registry.load("shop").folder)
         public[host] = keys.read_pairs(registry.home / "shop")[0].public
         assert registry.copy is not None
         registry.copy.announce("shop", PEER)
-    keys.make(shared.machine("till").home / "till", Role.CLIENT)
+    keys.create(shared.machine("till").home / "till", Role.CLIENT)
     finder = Finder("shop", shared.url, identity="till")
     lease(postgres, PEER)
     for host in hosts:
@@ -277,22 +277,22 @@ def test_a_move_is_seen_though_another_process_of_the_machine_was_first_to_write
 ) -> None:
     monkeypatch.setattr(shared_registry, "LOOK_S", 10 * WAIT_S)
     one = shared.machine("a")
-    keys.make(one.register("shop", PEER).folder)
+    keys.create(one.register("shop", PEER).folder)
     lease(postgres, PEER)
     finder = Finder("shop", shared.url)
-    following = finder.follow()
+    following = finder.watch_registry()
     assert following is not None
     try:
         until(lambda: finder.find().endpoints == (PEER,))
         known = finder.find()
-        until(lambda: not following.moved(known))
+        until(lambda: not following.has_moved(known))
         assert one.copy is not None
         other = shared_registry.Copy(shared.url, one.home, one.copy.machine)  # as another process has it
         lease(postgres, "tcp://127.0.0.1:7002", tells=False)
         other.refresh()
         assert finder.find().endpoints == ("tcp://127.0.0.1:7002",)
         postgres.execute("SELECT pg_notify('immortal', 'shop')", database=DATABASE)
-        until(lambda: following.moved(known))
+        until(lambda: following.has_moved(known))
     finally:
         following.close()
 
@@ -311,7 +311,7 @@ def test_without_the_database_the_registry_is_read_as_it_was_and_not_changed(sha
         assert one.load("shop").app is None
         with pytest.raises(SharedHomeError, match="does not answer"):
             shared.machine("new")
-        with one.kept():
+        with one.synchronized():
             postgres.start()
             other = shared.machine("b")
             other.remember_app("shop", "shop:Other")
@@ -327,8 +327,8 @@ def test_a_folder_is_brought_into_a_database_and_is_part_of_it_then(
     home = shared.folder / "a"
     own = Registry(home)
     shop = own.register("shop", PEER)
-    (pair,) = keys.make(shop.folder)
-    keys.make(home / "till", Role.CLIENT)
+    (pair,) = keys.create(shop.folder)
+    keys.create(home / "till", Role.CLIENT)
     upgrade_mark.write(shop.folder, UpgradeMark(2))
     with pytest.raises(SharedHomeError, match=r"is a registry of its own, with shop: .*registry copy"):
         shared.machine("a")
@@ -393,7 +393,7 @@ def test_a_client_finds_the_lease_though_the_log_names_the_database_by_another_a
     shared.machine("a").register("shop", PEER, log=log)
     shared.machine("a").register("elsewhere", "tcp://127.0.0.1:7003", log=log.replace(DATABASE, "postgres"))
     lease(postgres, "tcp://127.0.0.1:7002")
-    keys.make(shared.machine("till").home / "till", Role.CLIENT)
+    keys.create(shared.machine("till").home / "till", Role.CLIENT)
     assert Finder("shop", shared.url, identity="till").find().endpoints == ("tcp://127.0.0.1:7002",)
     assert Finder("elsewhere", shared.url, identity="till").find().endpoints == ("tcp://127.0.0.1:7003",)
 
@@ -408,7 +408,7 @@ def test_who_only_calls_may_read_and_nothing_else(
         url = shared.url.replace("owner@", "till@")
         reader = Registry(url)
         assert reader.load("shop").peer == PEER
-        keys.make(shared.machine("till").home / "till", Role.CLIENT)
+        keys.create(shared.machine("till").home / "till", Role.CLIENT)
         lease(postgres, "tcp://127.0.0.1:7002")
         monkeypatch.setenv("IMMORTAL_LOCAL", str(shared.folder / "till"))
         found = Finder("shop", url, identity="till").find()
@@ -536,7 +536,7 @@ def test_what_is_no_registry_is_said(shared: Fleet, postgres: Postgres, monkeypa
         shared.url = right
     assert shared.machine("a").names() == [], "a database without a schema has nobody"
     with pytest.raises(SharedHomeError, match="has no registry yet"):
-        keys.make(shared.machine("a").home / "till", Role.CLIENT)
+        keys.create(shared.machine("a").home / "till", Role.CLIENT)
     from immortal.coordinator.log.backends.postgres import schema
 
     postgres.execute("DROP SCHEMA IF EXISTS immortal CASCADE", database=DATABASE)

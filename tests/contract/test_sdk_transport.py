@@ -420,7 +420,7 @@ class Service(Immortal):
 print("said")
 place = os.environ["PLACE"]
 if place == "said":  # while it says what has ended it
-    immortal.appsdk.running.runner.say = terminate
+    immortal.appsdk.running.runner.print_message = terminate
 elif place == "swallowed":  # where Python lets no exception through
     immortal.appsdk.running.runner.definition_of = lambda cls: Falls() and None
 else:  # in Python's own last steps

@@ -20,7 +20,7 @@ def test_a_peer_that_gets_calls_of_200_mib_is_connected(tmp_path: Path) -> None:
     house.register("alice", rpc_limit_mb=200)
     house.register("bob")
     for one in ("alice", "bob"):
-        keys.make(house.settings(one).folder)
+        keys.create(house.settings(one).folder)
     try:
         bob, bobs = house.both("bob")
         alice, alices = house.both("alice")

@@ -412,14 +412,14 @@ def test_an_app_that_cannot_be_started(start: Start) -> None:
 
 def test_pauses_grow_and_begin_again() -> None:
     pause = RestartBackoff()
-    grown = [pause.after(1, recovered=False) for _ in range(8)]
+    grown = [pause.next_pause_s(1, recovered=False) for _ in range(8)]
     assert grown == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
-    assert pause.after(10, recovered=False) == 0
-    assert pause.after(9.9, recovered=False) == pytest.approx(0.1)
-    assert pause.after(9.9, recovered=False) == pytest.approx(0.2)
-    assert pause.after(0.5, recovered=True) == pytest.approx(0.1)
+    assert pause.next_pause_s(10, recovered=False) == 0
+    assert pause.next_pause_s(9.9, recovered=False) == pytest.approx(0.1)
+    assert pause.next_pause_s(9.9, recovered=False) == pytest.approx(0.2)
+    assert pause.next_pause_s(0.5, recovered=True) == pytest.approx(0.1)
     pause = RestartBackoff(at_once=2)
-    assert [pause.after(1, recovered=False) for _ in range(4)] == pytest.approx([0, 0, 0.1, 0.2])
+    assert [pause.next_pause_s(1, recovered=False) for _ in range(4)] == pytest.approx([0, 0, 0.1, 0.2])
 
 
 @pytest.mark.parametrize(
@@ -464,14 +464,14 @@ def test_an_app_that_leaves_because_its_coordinator_gives_up_is_not_started_agai
     app = ProcessExit(Role.APP, 1, 1)
     gives_up = ProcessExit(Role.COORDINATOR, 2, 3)
     for first, second in ((app, gives_up), (gives_up, app)):
-        assert classify_exit(first, second, second_was_told=False) is Outcome.NO_RECOVERY
+        assert classify_exit(first, second, second_was_signalled=False) is Outcome.NO_RECOVERY
 
 
 def test_one_whose_log_another_writes_is_started_again_only_to_follow() -> None:
     fenced = ProcessExit(Role.COORDINATOR, 1, 4)
     app = ProcessExit(Role.APP, 2, 1)
-    assert classify_exit(fenced, app, second_was_told=True) is Outcome.FENCED
-    assert classify_exit(app, fenced, second_was_told=False) is Outcome.FENCED
+    assert classify_exit(fenced, app, second_was_signalled=True) is Outcome.FENCED
+    assert classify_exit(app, fenced, second_was_signalled=False) is Outcome.FENCED
 
 
 @pytest.mark.parametrize("options", [{"restart": True}, {"follows": True}])

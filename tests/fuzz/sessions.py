@@ -317,7 +317,7 @@ class Session:
     def time_passes(self) -> None:
         self.driven.now_ns += self.data.number() * 10**9
         self.driven.handle(ev.Tick())
-        self.app.tell_time(self.driven.now_ns)
+        self.app.log_time(self.driven.now_ns)
         self.settle()
 
     def checkpoint(self) -> None:

@@ -133,16 +133,16 @@ def _inbox(data: bytes, ordered: bool) -> None:
         conversation = kept.link(found.incarnation, found.link_id)
         conversations.append(conversation)
         now_given: list[int] = []
-        arrival = conversation.see(found.message_id, found.lowest_pending_id, found.skipped_count)
+        arrival = conversation.mark_received(found.message_id, found.lowest_pending_id, found.skipped_count)
         if arrival is Arrival.EARLY:
             assert ordered
-            conversation.keep_early(found.message_id, found.message_id, (b"early",))
+            conversation.store_early(found.message_id, found.message_id, (b"early",))
         elif arrival is Arrival.FIRST and conversation.early:
             conversation.early[found.message_id] = found.message_id, 0
         elif arrival is Arrival.FIRST:
             now_given.append(found.message_id)
         before = given[id(conversation)]
-        for message_id in now_given + (conversation.take_early() if conversation.early else []):
+        for message_id in now_given + (conversation.pop_early() if conversation.early else []):
             assert message_id not in before
             assert not ordered or message_id > max(before, default=0)
             before.add(message_id)
@@ -153,8 +153,8 @@ def _inbox(data: bytes, ordered: bool) -> None:
         if arrival is Arrival.FIRST:
             if found.kind == Kind.TURN:
                 conversation.pop_callback(found.destination_callback_id)
-                conversation.keep_callback(found.source_callback_id, print)
-            conversation.keep_reply(found.message_id, 1, (b"reply",))
+                conversation.store_callback(found.source_callback_id, print)
+            conversation.store_reply(found.message_id, 1, (b"reply",))
         assert len(conversation.callbacks) <= CALLBACKS_MAX
         assert len(conversation.early) < SPAN_MAX
         assert len(kept) <= 4

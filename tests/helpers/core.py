@@ -124,7 +124,7 @@ class _Clock:
     def now_ns(self) -> int:
         return self._driven.now_ns
 
-    def take_events(self) -> Sequence[ev.Event]:
+    def pop_events(self) -> Sequence[ev.Event]:
         return ()
 
     def wake_at(self, effect: ef.WakeAt) -> None:

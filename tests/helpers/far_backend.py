@@ -22,7 +22,7 @@ class FarBackend(MemoryBackend):
     appends_max = 3
 
     def __init__(self, near: MemoryBackend) -> None:
-        super().__init__(near.durable, near.where, None)
+        super().__init__(near.durable, near.label, None)
         self.sends = True
         self.begun: deque[Append] = deque()  # and not answered
         self._done_count = 0  # of these, by the server

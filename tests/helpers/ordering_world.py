@@ -94,7 +94,7 @@ class World:
         have then advanced, which a broken algorithm forgets."""
         all_sent = early_commits and all(self.done[name] == len(ops) for name, ops in self.script.items())
         for (sender, receiver), queue in sorted(self.channels.items()):
-            if queue and all_sent and isinstance(queue[0], Commit) and not self.sending[receiver].holds:
+            if queue and all_sent and isinstance(queue[0], Commit) and not self.sending[receiver].must_hold:
                 return "arrive", sender, receiver
             is_destination = any(receiver in op.destinations for ops in self.script.values() for op in ops)
             if queue and not is_destination and self.done[receiver] == len(self.script.get(receiver, ())):
@@ -111,7 +111,7 @@ class World:
             machine = self.machines[one]
             assert machine.late is not None
             self.lates_left -= 1
-            machine.put_off(machine.late)
+            machine.postpone(machine.late)
             self.act(one)
             return
         if kind == "op":
@@ -129,7 +129,7 @@ class World:
             self.messages[label] = Message(op.destinations, self.before(name, label))
             sending.multicast(label, 1, list(op.destinations), [label.encode()])
             sending.advance()
-        elif sending.holds:
+        elif sending.must_hold:
             sending.hold(op.destinations[0], [label.encode()])
         else:
             self.leave(name, Held(op.destinations[0], 0, [label.encode()]))
@@ -158,12 +158,12 @@ class World:
         machine = self.machines[name]
         if isinstance(message, str):
             if machine.is_busy:
-                machine.file(message.encode())
+                machine.enqueue_call(message.encode())
             else:
                 self.deliver(name, [message.encode()])
         elif isinstance(message, Propose):
-            machine.proposed(message)
-        elif not machine.received(source, message):  # type: ignore[arg-type]
+            machine.handle_propose(message)
+        elif not machine.handle_message(source, message):  # type: ignore[arg-type]
             raise ViolationError(f"{name} knows nothing of {message} of {source}")
         self.act(name)
 
@@ -179,7 +179,7 @@ class World:
                     self.put(name, action.destination, action.message)
                 elif isinstance(action, Release):
                     self.deliver(name, action.filed.calls)
-                    machine.executed()
+                    machine.note_executed()
                 elif isinstance(action, RunsCommitted):  # from now on whoever hears of the sender can know of the run
                     self.visible.update(self.run_labels.get((name, action.number), ()))
             self.sending[name].advance()

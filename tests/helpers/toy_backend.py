@@ -40,16 +40,16 @@ def encode(entry: Entry) -> bytes:
 
 class ToyBackend(Backend):
     def __init__(self, path: Path, instance_name: str | None, *, writes: bool) -> None:
-        self.where = f"toy:{path}"
+        self.label = f"toy:{path}"
         self.repairs: list[str] = []
         self.fence = self._term = self._end = 0
         self._tables = MemoryTables()
         try:
             self._file = os.open(path, os.O_RDWR)
         except FileNotFoundError:
-            raise LogFormatError(f"there is no log in {self.where}") from None
+            raise LogFormatError(f"there is no log in {self.label}") from None
         self._read_on()
-        self.identity = read_identity(self._tables, self.where, instance_name)
+        self.identity = read_identity(self._tables, self.label, instance_name)
         if writes:
             with self._locked():
                 self._read_on()  # entries that were appended meanwhile
@@ -68,7 +68,7 @@ class ToyBackend(Backend):
         self.raise_failure()
         with self._tables.lock, self._locked():
             if os.fstat(self._file).st_size != self._end or append.fence != self._term:
-                self.failure = FencedError(self.where, f"{self.where} has another writer since")
+                self.failure = FencedError(self.label, f"{self.label} has another writer since")
                 raise self.failure
             last = first_and_last_sequence_id(self._tables)[1]
             require(append.expected_last_sequence_id == last, f"the log ends with {last}")
@@ -83,7 +83,7 @@ class ToyBackend(Backend):
         return LogSpace(self._end, state.f_bavail * state.f_frsize)
 
     def close(self) -> None:
-        self.failure = self.failure or LogError(f"{self.where} is closed")
+        self.failure = self.failure or LogError(f"{self.label} is closed")
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -95,7 +95,7 @@ class ToyBackend(Backend):
             require(os.pwrite(self._file, data, self._end) == len(data), "a short write")
             os.fsync(self._file)
         except OSError as error:
-            self.failure = LogSyncError(f"{self.where} cannot be written: {error}")
+            self.failure = LogSyncError(f"{self.label} cannot be written: {error}")
             raise self.failure from error
         self._take(entry, len(data))
 
@@ -136,7 +136,7 @@ class ToyPlace(Place):
 
     def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> ToyBackend:
         if self.exists():
-            raise LogFormatError(f"there is a log in {self.where} already")
+            raise LogFormatError(f"there is a log in {self.label} already")
         partial = Path(f"{self.location}.new")
         partial.write_bytes(encode(Entry(0, [], [(table, key, bytes(value)) for table, key, value in rows])))
         partial.rename(self.location)

@@ -127,16 +127,16 @@ class WaitingInstances(Instances):
     def pass_time(self, duration_s: float) -> None:
         """Advance the clock, and tell every instance that has a due timer."""
         self._time_ns += int(duration_s * S_NS)
-        self.tell_time()
+        self.log_time()
 
-    def tell_time(self) -> None:
+    def log_time(self) -> None:
         told = True
         while told:
             told = False
             for instance in list(self._running.values()):
                 due_ns = instance.dispatcher.next_due_ns
                 if due_ns is not None and due_ns <= self._time_ns:
-                    instance.dispatcher.tell_time(self._time_ns)
+                    instance.dispatcher.log_time(self._time_ns)
                     told = True
             self.settle()
 
@@ -144,4 +144,4 @@ class WaitingInstances(Instances):
         """Pass time until no timer is left."""
         while due := [d for i in self._running.values() if (d := i.dispatcher.next_due_ns) is not None]:
             self._time_ns = max(self._time_ns, min(due))
-            self.tell_time()
+            self.log_time()

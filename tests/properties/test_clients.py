@@ -139,7 +139,7 @@ def test_a_call_that_counts_as_started_survives_a_crash_of_all(moves: list[tuple
     play(world, moves)
     world.submit(0, "add", 7777, "started")
     question = Question(True, lambda call: None)
-    world.connections[0].ask(question, "started")
+    world.connections[0].ask_status(question, "started")
     for turn in range(600):
         world.client_turn(0)
         while world.to_coordinator:

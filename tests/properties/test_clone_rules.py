@@ -84,11 +84,11 @@ class World:
         self.say(client, encode(client.replica.activate()))
 
     def say(self, client: Client, data: bytes) -> None:
-        self.publishing.take(client.route, client.name, decode_request(data), self.now_ns)
+        self.publishing.handle_request(client.route, client.name, decode_request(data), self.now_ns)
 
     def cut(self, client: Client) -> None:
         """What was on its way is lost, and the publisher hears of it."""
-        self.publishing.lost(client.route)
+        self.publishing.end_stream_of(client.route)
         self.connect(client)
 
     def flush(self) -> None:
@@ -107,7 +107,7 @@ class World:
                 return
             data = client.down.popleft()
             before, dropped = dict(replica.values), replica.counts.dropped
-            came = replica.take(decode_answer(data), len(data))
+            came = replica.handle_answer(decode_answer(data), len(data))
             assert replica.counts.holes == 0, "connections lose nothing in the middle"
             if isinstance(came, News):
                 self.compare(client, came, before)
@@ -224,7 +224,7 @@ def test_a_hole_is_found_and_mended() -> None:
     world.change("b", b"3")
     world.flush()
     replica = client.replica
-    assert replica.take(decode_answer(client.down.popleft()), 100) is True, "it is to ask again"
+    assert replica.handle_answer(decode_answer(client.down.popleft()), 100) is True, "it is to ask again"
     assert (replica.counts.holes, replica.number, replica.values) == (1, 1, {"a": b"1"})
     world.say(client, encode(replica.activate()))
     world.flush()

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from immortal.coordinator.core.interfaces import OutputBatch, OutputMark, SpilledBatch, Transaction
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
-from immortal.coordinator.core.output.send_buffer import cut, part_behind, split_to_fit
+from immortal.coordinator.core.output.send_buffer import cut, part_after, split_to_fit
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.batch import check_batch
 from immortal.protocol.checksum import crc64
@@ -165,7 +165,7 @@ class OutputStreamMachine(RuleBasedStateMachine):
     @rule()
     def frames_are_given_up(self) -> None:
         attempt = self.stream.attempt
-        self.stream.give_up_in_flight()
+        self.stream.requeue_in_flight()
         assert self.stream.attempt == attempt + 1
         self.in_flight.clear()
 
@@ -239,7 +239,7 @@ class OutputStreamMachine(RuleBasedStateMachine):
         assert sum(len(batch.payload) for batch in in_memory) == stream.memory_bytes
         assert sorted(in_memory, key=lambda batch: batch.first_position) == in_memory
         for batch in in_memory:
-            behind_acknowledged = part_behind(batch, stream.acknowledged)
+            behind_acknowledged = part_after(batch, stream.acknowledged)
             assert behind_acknowledged is not None
             first = behind_acknowledged.first_position - stream.acknowledged - 1
             assert behind_acknowledged.payload == b"".join(waiting[first : first + behind_acknowledged.count])
@@ -293,9 +293,9 @@ def test_cut_and_behind_are_slices(lengths: list[int], first: int, data: st.Data
     front, back = cut(batch, count)
     assert front == OutputBatch(first, count, b"".join(made[:count]))
     assert back == OutputBatch(first + count, len(made) - count, b"".join(made[count:]))
-    assert part_behind(batch, first + count - 1) == back
-    assert part_behind(batch, first - 1) is batch
-    assert part_behind(batch, batch.last_position) is None
+    assert part_after(batch, first + count - 1) == back
+    assert part_after(batch, first - 1) is batch
+    assert part_after(batch, batch.last_position) is None
     with pytest.raises(Exception, match=f"cut {len(made)} of {len(made)} messages"):
         cut(batch, len(made))
 

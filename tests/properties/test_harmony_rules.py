@@ -63,7 +63,7 @@ class Pipeline(RuleBasedStateMachine):
 
     def deliver(self, responses: list[Response]) -> None:
         for response in responses:
-            for new in self.gathered[response.batch].take(response):
+            for new in self.gathered[response.batch].add_results(response):
                 assert new is response, "the cluster passes nothing on twice"
                 for result in results(new):
                     assert result.number not in self.values[response.batch]
@@ -71,8 +71,8 @@ class Pipeline(RuleBasedStateMachine):
             self.dispatch.close(response.batch)
 
     def hear(self, worker: str) -> None:
-        self.dispatch.hear(worker)
-        self.deliver(self.dispatch.listen(self.now_ns, SILENCE_S, DEATHS_MAX))
+        self.dispatch.note_contact(worker)
+        self.deliver(self.dispatch.advance_time(self.now_ns, SILENCE_S, DEATHS_MAX))
 
     @rule(name=st.sampled_from(sorted(BATCHES)), back=st.integers(0, 20), count=st.integers(1, 40))
     def put(self, name: str, back: int, count: int) -> None:
@@ -87,14 +87,14 @@ class Pipeline(RuleBasedStateMachine):
     @rule(worker=WORKERS, limit=st.integers(1, 50))
     def take(self, worker: str, limit: int) -> None:
         self.hear(worker)
-        run = self.dispatch.take(worker, {"f": limit})
+        run = self.dispatch.next_run(worker, {"f": limit})
         if run is not None:
             assert run.count <= limit
             assert decode(run.tasks) == [2 * number for number in range(run.first, run.first + run.count)]
             self.in_hand.setdefault(worker, []).append(run)
 
     @rule(worker=WORKERS, which=st.integers(0, 5), share=st.integers(1, 100))
-    def respond(self, worker: str, which: int, share: int) -> None:
+    def apply_results(self, worker: str, which: int, share: int) -> None:
         """With what it was given last, or long ago; with all of it, or the first tasks."""
         runs = self.in_hand.get(worker, [])
         if runs:
@@ -103,15 +103,15 @@ class Pipeline(RuleBasedStateMachine):
             self.hear(worker)
             tasks = decode(run.tasks)[:count]
             response = Response(run.batch, run.first, count, encode([task + 1 for task in tasks]), {})
-            self.deliver(self.dispatch.respond(worker, response))
+            self.deliver(self.dispatch.apply_results(worker, response))
 
     @rule(worker=WORKERS)
     def die(self, worker: str) -> None:
-        self.deliver(self.dispatch.lose(worker, DEATHS_MAX))
+        self.deliver(self.dispatch.remove_lost(worker, DEATHS_MAX))
 
     @rule(worker=WORKERS)
     def leave(self, worker: str) -> None:
-        self.dispatch.leave(worker)
+        self.dispatch.remove_worker(worker)
 
     @rule(seconds=st.integers(1, 100))
     def wait(self, seconds: int) -> None:
@@ -142,11 +142,11 @@ class Pipeline(RuleBasedStateMachine):
             self.dispatch.end(name, size)
             self.dispatch.close(name)
         for worker in "abcd":
-            self.deliver(self.dispatch.lose(worker, DEATHS_MAX))
-        self.dispatch.hear("last")
-        while (run := self.dispatch.take("last", {"f": 1000})) is not None:
+            self.deliver(self.dispatch.remove_lost(worker, DEATHS_MAX))
+        self.dispatch.note_contact("last")
+        while (run := self.dispatch.next_run("last", {"f": 1000})) is not None:
             values = encode([task + 1 for task in decode(run.tasks)])
-            self.deliver(self.dispatch.respond("last", Response(run.batch, run.first, run.count, values, {})))
+            self.deliver(self.dispatch.apply_results("last", Response(run.batch, run.first, run.count, values, {})))
         for name, size in BATCHES.items():
             found = self.values[name]
             assert sorted(found) == list(range(size))

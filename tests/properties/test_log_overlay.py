@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from immortal.coordinator.log.backends.lmdb.environment import open_environment
-from immortal.coordinator.log.backends.lmdb.tables import JournalRows, make_tables, view_of
+from immortal.coordinator.log.backends.lmdb.tables import JournalRows, create_tables, view_of
 from immortal.protocol.varint import Readable
 from tests.helpers.effort import effort
 from tests.helpers.memory import in_memory
@@ -29,7 +29,7 @@ def test_as_if_the_rows_were_in_the_table(below: dict[bytes, bytes], above: dict
     rows: JournalRows = {("peers", key): value for key, value in above.items()} | {("meta", b"05"): b"elsewhere"}
     with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         environment = open_environment(Path(folder), readonly=False, map_size_bytes=1 << 22)
-        tables = make_tables(environment)
+        tables = create_tables(environment)
         try:
             with environment.begin(write=True) as write:
                 for key, value in below.items():

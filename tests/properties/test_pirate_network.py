@@ -167,7 +167,7 @@ class World:
         if host.up:
             working_s = max(0.0, host.busy_until_s - self.now_s)
             self.over_the_network(
-                lambda: self.pool.heard(host.name, host.store.name if host.keeps else b"", working_s, self.now_s)
+                lambda: self.pool.ponged(host.name, host.store.name if host.keeps else b"", working_s, self.now_s)
             )
 
     def request(self, host: Host, number: int) -> None:

@@ -43,7 +43,7 @@ def test_as_a_plain_set_whatever_comes(sightings: list[tuple[int, int, int]], or
     window, model = ReceiveWindow(ordered, SPAN_MAX), PlainSet(ordered=ordered)
     for first, second, skipped_count in sightings:
         lowest_pending_id, message_id = sorted((first, second))
-        assert window.see(message_id, lowest_pending_id, skipped_count) == model.see(
+        assert window.mark_received(message_id, lowest_pending_id, skipped_count) == model.see(
             message_id, lowest_pending_id, skipped_count
         )
         assert window.highest_seen == max(model.done, default=0)
@@ -63,7 +63,7 @@ def test_in_any_order_it_is_the_set_of_those_missing(message_ids: list[int], ord
         complement |= set(range(highest + 1, current))
         complement.discard(current)
         highest = max(highest, current)
-        assert (window.see(current) in (Arrival.FIRST, Arrival.EARLY)) == first_time
+        assert (window.mark_received(current) in (Arrival.FIRST, Arrival.EARLY)) == first_time
         assert (window.highest_seen, missing_of(window)) == (highest, complement)
 
 
@@ -74,19 +74,19 @@ def test_what_came_early_is_given_in_order_and_what_had_no_room_once_it_comes_ag
     link, given_ids = LinkState(1, 1, ReceiveWindow(True, SPAN_MAX)), list[int]()
     dropped: list[int] = []
     for message_id in [*message_ids, *sorted(without_room)]:
-        arrival = link.see(message_id, 1)
+        arrival = link.mark_received(message_id, 1)
         if arrival == Arrival.EARLY:
             if message_id in without_room and message_id not in dropped:
                 dropped.append(message_id)
                 link.stored.size_bytes += 1 << 40
-                assert not link.keep_early(message_id, message_id, (b"x",))
+                assert not link.store_early(message_id, message_id, (b"x",))
                 link.stored.size_bytes -= 1 << 40
                 assert link.window.is_missing(message_id)
             else:
-                assert link.keep_early(message_id, message_id, (b"x",))
+                assert link.store_early(message_id, message_id, (b"x",))
         elif arrival == Arrival.FIRST:
             given_ids.append(message_id)
-        given_ids += link.take_early()
+        given_ids += link.pop_early()
     assert given_ids == list(range(1, SPAN_MAX + 1))
     assert (link.early, link.stored.size_bytes) == ({}, 0)
 
@@ -114,17 +114,17 @@ def test_a_sender_and_any_network(data: st.DataObject, ordered: bool) -> None:
 
     def arrive(line: list[tuple[int, int, int]]) -> Arrival:
         message_id, lowest_pending_id, skipped_count = line.pop(0)
-        sighting = link.see(message_id, lowest_pending_id, skipped_count)
+        sighting = link.mark_received(message_id, lowest_pending_id, skipped_count)
         assert sighting != Arrival.REFUSED
         if sighting == Arrival.FIRST and not link.early:
             give(message_id)
         elif sighting == Arrival.FIRST:
             link.early[message_id] = message_id, 0
         elif sighting == Arrival.EARLY:
-            assert link.keep_early(message_id, message_id, ())
+            assert link.store_early(message_id, message_id, ())
         elif message_id in given_ids and message_id not in unanswered:
             unanswered.append(message_id)
-        for early in link.take_early() if link.early else ():
+        for early in link.pop_early() if link.early else ():
             give(early)
         return sighting
 
@@ -201,7 +201,7 @@ def test_a_sender_and_any_network(data: st.DataObject, ordered: bool) -> None:
 @given(st.integers(1, 2**64 - 1), st.integers(0, 100), st.booleans())
 def test_it_starts_anywhere_and_jumps_cost_nothing(lowest_pending_id: int, ahead: int, ordered: bool) -> None:
     window = ReceiveWindow(ordered, SPAN_MAX)
-    sighting = window.see(lowest_pending_id + ahead, lowest_pending_id, ahead)
+    sighting = window.mark_received(lowest_pending_id + ahead, lowest_pending_id, ahead)
     assert sighting == (Arrival.FIRST if ahead < SPAN_MAX else Arrival.REFUSED)
 
 
@@ -209,5 +209,5 @@ def test_it_starts_anywhere_and_jumps_cost_nothing(lowest_pending_id: int, ahead
 def test_ids_far_ahead_leave_no_more_than_the_span_missing(jumps: list[tuple[int, int]]) -> None:
     window = ReceiveWindow(span_max=SPAN_MAX)
     for lowest_pending_id, ahead in jumps:
-        window.see(lowest_pending_id + ahead, lowest_pending_id)
+        window.mark_received(lowest_pending_id + ahead, lowest_pending_id)
         assert window.missing.bit_length() < SPAN_MAX

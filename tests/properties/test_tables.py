@@ -193,12 +193,12 @@ class TableMachine(RuleBasedStateMachine):
     @rule()
     def copy_the_state(self) -> None:
         self.copy = dict(self.model)
-        self.orders.keep_undo(keeps=True)
+        self.orders.track_undo(enabled=True)
 
     @precondition(lambda self: self.copy is not None)
     @rule()
-    def go_back(self) -> None:
-        self.orders.go_back()
+    def undo_changes(self) -> None:
+        self.orders.undo_changes()
         self.model = dict(self.copy or {})
 
     @rule(piece_size_bytes=st.integers(1, 200))

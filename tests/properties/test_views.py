@@ -97,7 +97,7 @@ class World:
         number, view_number, newest = waiting.pop(0)
         if newest is not None:
             self.members[sender].learn(newest)
-        self._multicast(sender, self.outgoing[sender].told(number, view_number, newest))
+        self._multicast(sender, self.outgoing[sender].apply_report(number, view_number, newest))
         return True
 
     def run(self) -> None:

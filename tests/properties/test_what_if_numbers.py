@@ -128,12 +128,12 @@ class Side(LocalReplay):
             self.session.give_numbers(numbers)
         super().give(value)
 
-    def take(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         if isinstance(event, NumbersDrawn):
             assert event.sequence_id is not None
             self.tells.drawn(event.sequence_id, event.data, complete=event.complete)
             self.draws += [(event.sequence_id, draw) for draw in decode_numbers(event.data).draws] if event.data else []
-        super().take(event)
+        super().handle_event(event)
 
 
 ops = st.tuples(st.sampled_from(["one", "two", "effect", "itself"]), st.integers(0, 2))

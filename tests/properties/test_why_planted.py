@@ -30,9 +30,9 @@ def test_the_fewest_inputs_are_looked_for_among_those_that_explain_it(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     tried: list[int] = []
-    whole = PartialRuns.value_behind
+    whole = PartialRuns.value_after
     monkeypatch.setattr(
-        PartialRuns, "value_behind", lambda runs, kept, look: (tried.append(len(kept)), whole(runs, kept, look))[1]
+        PartialRuns, "value_after", lambda runs, kept, look: (tried.append(len(kept)), whole(runs, kept, look))[1]
     )
     planted = Planted(10)  # a handler adds to an answer
     registry = planted.record(tmp_path).registry

@@ -199,8 +199,8 @@ def run(house: House, *arguments: str, status: int = 0) -> str:
 def test_who_was_let_in_who_was_refused_and_what_operators_did(house: House) -> None:
     house.register("alice", "bob")
     for name in ("alice", "bob"):
-        keys.make(house.settings(name).folder)
-    (web,) = keys.make(house.home / "web", Role.CLIENT)
+        keys.create(house.settings(name).folder)
+    (web,) = keys.create(house.home / "web", Role.CLIENT)
     process, bob = house.both("bob")
     settings = house.settings("bob")
     servers = keys.read_public_keys(settings.folder)

@@ -37,7 +37,7 @@ def run(home: Path, *arguments: str, status: int = 0) -> str:
 
 
 def test_dates_are_kept_with_each_key(tmp_path: Path) -> None:
-    keys.make(tmp_path, expires=TODAY)
+    keys.create(tmp_path, expires=TODAY)
     keys.rotate(tmp_path)
     first, second = keys.read_public_file(tmp_path).keys
     assert (first.made, first.expires) == (keys.today(), TODAY)
@@ -45,7 +45,7 @@ def test_dates_are_kept_with_each_key(tmp_path: Path) -> None:
     keys.retire(tmp_path)
     assert keys.read_public_file(tmp_path).keys == (second,)
     keys.public_path(tmp_path).unlink()
-    keys.make(tmp_path)
+    keys.create(tmp_path)
     assert keys.read_public_file(tmp_path).keys == (PublicKey(second.key),), "of a lost file nothing is made up"
 
 
@@ -91,8 +91,8 @@ def registry(tmp_path: Path) -> Registry:
     registry = Registry(tmp_path)
     for name in ("alice", "bob"):
         registry.register(name, "tcp://127.0.0.1:*")
-    keys.make(tmp_path / "alice")
-    keys.make(tmp_path / "bob", expires=TODAY)
+    keys.create(tmp_path / "alice")
+    keys.create(tmp_path / "bob", expires=TODAY)
     return registry
 
 
@@ -128,7 +128,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 def test_a_key_that_expires_is_cut_off_on_its_open_connection(house: House) -> None:
     house.register("alice", "bob")
     for name in ("alice", "bob"):
-        keys.make(house.settings(name).folder)
+        keys.create(house.settings(name).folder)
     process, _ = house.both("bob")
     settings, folder = house.settings("bob"), house.settings("alice").folder
     (pair,) = keys.read_pairs(folder)
@@ -243,14 +243,14 @@ def break_it(fleet: Made, how: str) -> None:
     elif how == "rotated":
         keys.rotate(c / "web")
     elif how == "foreign":
-        keys.make(a / "mallory", Role.CLIENT)
+        keys.create(a / "mallory", Role.CLIENT)
     elif how == "shared":
         (b / "reader" / "keys" / "pairs").write_bytes((c / "web" / "keys" / "pairs").read_bytes())
-        keys.make(b / "reader")
+        keys.create(b / "reader")
     elif how == "mode":
         keys.secret_path(c / "web").chmod(0o644)
     elif how == "secret":
-        keys.make(b / "counter")
+        keys.create(b / "counter")
     elif how == "allow":
         path = a / "counter.toml"
         path.write_text(path.read_text().replace('["place"]', '"*"'))

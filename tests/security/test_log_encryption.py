@@ -316,9 +316,9 @@ def test_backups_cuts_and_archives_are_encrypted(log: Place, tmp_path: Path, mac
     with opened(log, mac_keys) as store:
         put_record(store, 120)
     assert back_up(log, NAME, tmp_path / "backup", mac_keys).records_copied == 1
-    archive = Archive(Objects(store_of(f"file://{tmp_path}/archive", make=True), "there").below(NAME))
+    archive = Archive(Objects(store_of(f"file://{tmp_path}/archive", create=True), "there").below(NAME))
     with open_reader(log, NAME, keys=mac_keys) as reader:
-        assert Archiver(archive, reader).moment() is not None
+        assert Archiver(archive, reader).store_moment() is not None
     moments = archive.moments()
     restored = encrypted(tmp_path / "restored", tmp_path / "key")
     assert restore(archive, NAME, moments, 0, restored, mac_keys).last_sequence_id == 120
@@ -354,9 +354,9 @@ def test_a_log_in_plain_is_encrypted_by_a_copy(tmp_path: Path, key_file: Path, m
 
 def test_an_archive_in_plain_is_not_restored_where_an_encrypted_log_is_meant(tmp_path: Path, key_file: Path) -> None:
     write_log(tmp_path / "plain")
-    archive = Archive(Objects(store_of(f"file://{tmp_path}/archive", make=True), "there").below(NAME))
+    archive = Archive(Objects(store_of(f"file://{tmp_path}/archive", create=True), "there").below(NAME))
     with open_reader(tmp_path / "plain", NAME) as reader:
-        assert Archiver(archive, reader).moment() is not None
+        assert Archiver(archive, reader).store_moment() is not None
     with pytest.raises(LogKeyError, match="is not encrypted, but its settings have an 'encryption_key': remove that"):
         restore(archive, NAME, archive.moments(), 0, encrypted(tmp_path / "restored", key_file), ())
     assert not (tmp_path / "restored").exists()

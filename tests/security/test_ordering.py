@@ -113,7 +113,7 @@ def test_who_may_not_call_a_method_may_not_multicast_it() -> None:
     permissions.describe(AppDescription(1, {("", KEEP): "Box.keep", ("", OTHER): "Box.other"}))
 
     def forbidden(*arguments: Any, method_id: int = ORDERED_METHOD_ID) -> bool:
-        return bool(permissions.forbidden("guest", call(method_id, *arguments)))
+        return bool(permissions.find_forbidden("guest", call(method_id, *arguments)))
 
     assert not forbidden(KEEP, "guest", 1, 1, [])
     assert forbidden(OTHER, "guest", 1, 1, [])
@@ -128,7 +128,7 @@ def test_who_may_not_change_a_group_expels_nobody() -> None:
     for methods, may in (({"keep", "group_deliver"}, False), ({"group_change"}, True), ({"keep", "group_told"}, True)):
         permissions = Permissions("box", {"guest": Permission(frozenset(methods))})
         permissions.describe(AppDescription(1, {("", KEEP): "Box.keep"}))
-        assert bool(permissions.forbidden("guest", fence)) != may, methods
+        assert bool(permissions.find_forbidden("guest", fence)) != may, methods
 
 
 def test_an_app_without_groups_takes_no_expulsion() -> None:

@@ -74,7 +74,7 @@ def called(cls: type, name: str, *arguments: Any) -> bytes:
 def judging(cls: type, given: dict[str, Permission], *, has_keys: bool = True) -> Permissions:
     """Those of an instance of the pattern, "it", whose app has come."""
     permissions = Permissions("it", given, has_keys=has_keys)
-    permissions.app_came(takes_verdicts=True, describes=True)
+    permissions.app_connected(accepts_verdicts=True, describes=True)
     permissions.describe(AppDescription(1, all_method_names(definition_of(cls))))
     return permissions
 
@@ -89,7 +89,7 @@ def test_each_may_call_what_the_guide_says_and_nothing_else(cls: type, who: str,
     may = {
         name
         for name in handlers
-        if not permissions.forbidden(caller, called(cls, name), is_instance=who.startswith("an instance"))
+        if not permissions.find_forbidden(caller, called(cls, name), is_instance=who.startswith("an instance"))
     }
     if role and ":" in role[1]:
         may -= {"update", "update_below"}  # of which the argument decides
@@ -109,16 +109,17 @@ def test_an_instance_may_no_more_than_a_client_but_bring_results(cls: type, more
     permissions = judging(cls, {"ann": Permission(rate=5), "eve": Permission(frozenset())})
     names = set(definition_of(cls).handlers)
     for caller in ("bob", "ann"):
-        as_client = {name for name in names if not permissions.forbidden(caller, called(cls, name))}
-        as_instance = {name for name in names if not permissions.forbidden(caller, called(cls, name), is_instance=True)}
+        find = permissions.find_forbidden
+        as_client = {name for name in names if not find(caller, called(cls, name))}
+        as_instance = {name for name in names if not find(caller, called(cls, name), is_instance=True)}
         assert as_instance == as_client | more
-    assert all(permissions.forbidden("eve", called(cls, name), is_instance=True) for name in names)
+    assert all(permissions.find_forbidden("eve", called(cls, name), is_instance=True) for name in names)
 
 
 @pytest.mark.parametrize("cls", [cls for cls, _, _ in PATTERNS])
 def test_without_keys_everybody_may_do_all(cls: type) -> None:
     permissions = judging(cls, {}, has_keys=False)
-    assert not any(permissions.forbidden("bob", called(cls, name)) for name in definition_of(cls).handlers)
+    assert not any(permissions.find_forbidden("bob", called(cls, name)) for name in definition_of(cls).handlers)
     assert not permissions.limits("bob")
 
 
@@ -126,15 +127,15 @@ def test_without_keys_everybody_may_do_all(cls: type) -> None:
 def test_the_settings_can_name_methods_or_everything(cls: type) -> None:
     names = sorted(definition_of(cls).handlers)
     permissions = judging(cls, {"bob": Permission(frozenset(names[:1])), "ann": EVERYTHING})
-    assert [name for name in names if not permissions.forbidden("bob", called(cls, name))] == names[:1]
-    assert not any(permissions.forbidden("ann", called(cls, name)) for name in names)
+    assert [name for name in names if not permissions.find_forbidden("bob", called(cls, name))] == names[:1]
+    assert not any(permissions.find_forbidden("ann", called(cls, name)) for name in names)
 
 
 def test_a_writer_of_a_subtree_writes_nowhere_else() -> None:
     permissions = judging(clone.Table, {"bob": Permission(frozenset({"@writer:a/b", "@writer:c"}))})
 
     def may(name: str, *arguments: Any) -> bool:
-        return not permissions.forbidden("bob", called(clone.Table, name, *arguments))
+        return not permissions.find_forbidden("bob", called(clone.Table, name, *arguments))
 
     changes = [Change("a/b/1", b"\x01")]
     assert may("update_below", "a/b", changes)
@@ -147,9 +148,9 @@ def test_a_writer_of_a_subtree_writes_nowhere_else() -> None:
     assert not may("entitle", "a/b", [""])
     method_id = definition_of(clone.Table).handlers["update_below"].method_id
     for data in (b"", b"\x93", b"\xc0", msgspec.msgpack.encode("a/b"), b"\x91" * 100_000):
-        assert permissions.forbidden("bob", encode_incoming_rpc(method_id, 1, data)), data
+        assert permissions.find_forbidden("bob", encode_incoming_rpc(method_id, 1, data)), data
     run = msgspec.msgpack.encode(("a/b", 1, "a/b", [method_id, 1], "a/b"))
-    assert permissions.forbidden("bob", encode_incoming_rpc(ORDERED_METHOD_ID, 0, run))
+    assert permissions.find_forbidden("bob", encode_incoming_rpc(ORDERED_METHOD_ID, 0, run))
 
 
 @pytest.mark.parametrize("inner", ["entitle", "update", None, b"x", 1.5, [], {}])
@@ -158,7 +159,7 @@ def test_a_multicast_gives_nobody_a_role(inner: Any) -> None:
         inner = definition_of(clone.Table).handlers[inner].method_id
     call = encode_incoming_rpc(ORDERED_METHOD_ID, 0, msgspec.msgpack.encode((inner, "bob", [""])))
     for given in ({}, {"bob": Permission(frozenset({"@reader", "@writer:a"}))}):
-        assert judging(clone.Table, given).forbidden("bob", call, is_instance=True)
+        assert judging(clone.Table, given).find_forbidden("bob", call, is_instance=True)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_a_refusal_says_who_asked_which_role_it_takes_and_how_to_give_it(caller:
     admission = Components("jobs").admission
     admission.change({}, has_keys=True)
     admission.permissions.describe(AppDescription(1, all_method_names(definition_of(queue.Queue))))
-    said = admission.why_forbidden(caller, method)
+    said = admission.format_permission_refusal(caller, method)
     assert said.startswith(f"{caller!r} may not call {method!r} of 'jobs': {text}")
 
 
@@ -204,7 +205,7 @@ class Below(Roles):
 
 def test_what_a_class_below_overrides_stays_closed_and_what_it_adds_is_open() -> None:
     permissions = judging(Below, {})
-    closed = [name for name in definition_of(Below).handlers if permissions.forbidden("bob", called(Below, name))]
+    closed = [name for name in definition_of(Below).handlers if permissions.find_forbidden("bob", called(Below, name))]
     assert sorted(closed) == ["forgotten", "put"]
 
 
@@ -243,7 +244,7 @@ def test_a_plain_server_answers_those_that_the_guide_says(tmp_path: Path, who: s
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
     for name in ("vault", "ada", "eve"):
-        keys.make(home / name, role=Role.CLIENT)
+        keys.create(home / name, role=Role.CLIENT)
     shown = {"stranger": {}, "other key": {"identity": "eve"}, "caller": {"identity": "ada"}, "owner": {}}[who]
     server_of = {} if who == "stranger" else {"server": "vault"}
     server = pirate.Server(

@@ -79,14 +79,14 @@ def test_a_client_cannot_be_told_again_more_than_its_share_a_second() -> None:
     for _ in range(100):
         again += told(driven.handle(ping(1, 2, 3)))
     limits = Limits()
-    assert sum(size_bytes for _, size_bytes in again) <= limits.client_again_bytes + MIB
+    assert sum(size_bytes for _, size_bytes in again) <= limits.client_resend_bytes + MIB
     assert len(again) >= 7, "what fits is told"
     driven.now_ns += SECOND_NS
     assert len(told(driven.handle(ping(1, 2, 3)))) == 3, "a second later there is room again"
 
 
 def test_clients_cannot_together_be_told_again_more_than_all_may() -> None:
-    driven = with_replies(1, 1000, Limits(again_bytes=3 * (1000 + REPLY_OVERHEAD_BYTES)))
+    driven = with_replies(1, 1000, Limits(resend_bytes=3 * (1000 + REPLY_OVERHEAD_BYTES)))
     assert len([driven for _ in range(50) if told(driven.handle(ping(1)))]) <= 4
 
 
@@ -99,7 +99,7 @@ def test_a_request_cannot_name_more_calls_than_it_has() -> None:
 
 
 def test_a_request_that_is_repeated_is_answered_once_and_within_the_allowance() -> None:
-    driven = with_replies(100, 10, Limits(client_again_bytes=40 * REPLY_OVERHEAD_BYTES))
+    driven = with_replies(100, 10, Limits(client_resend_bytes=40 * REPLY_OVERHEAD_BYTES))
     repeated = [request("t", 1, *[call(number) for number in range(100)])] * 6
     numbers = [number for number, _ in told(driven.handle(*repeated))]
     assert len(numbers) == len(set(numbers)) <= 41
@@ -111,7 +111,7 @@ def test_tiny_replies_cannot_take_more_memory_than_large_ones() -> None:
 
 
 def test_a_client_cannot_grow_the_numbers_behind_an_open_request_without_bound() -> None:
-    driven = Driven.started(limits=Limits(client_replies_max=1, gone_max=10))
+    driven = Driven.started(limits=Limits(client_replies_max=1, gone_replies_max=10))
     driven.data(attach("~"))
     first = 1
     for _ in range(50):

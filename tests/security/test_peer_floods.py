@@ -321,8 +321,8 @@ def test_a_flood_cannot_take_the_memory_or_the_time_of_others(tmp_path: Path, fl
     house = House(tmp_path)
     house.register("alice", "bob", "mallory")
     for name in ("alice", "bob", "mallory"):
-        keys.make(house.settings(name).folder)
-    keys.make(tmp_path / "web", Role.CLIENT)
+        keys.create(house.settings(name).folder)
+    keys.create(tmp_path / "web", Role.CLIENT)
     spawn = multiprocessing.get_context("spawn")
     ready, begin, stop, ended = (spawn.Event() for _ in range(4))
     coordinator = house.start("bob")

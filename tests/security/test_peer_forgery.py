@@ -114,7 +114,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
         registry = Registry(folder / HOME)
         for name in ("victim", *FORGERS):
             registry.register(name, "tcp://127.0.0.1:*")
-            keys.make(registry.load(name).folder)
+            keys.create(registry.load(name).folder)
         run = Run(folder, "victim", "victim:Victim")
         try:
             run.line("ready")

@@ -286,7 +286,7 @@ def test_the_instances_owner_may_call_everything() -> None:
 
 def test_an_app_that_takes_no_verdicts_cannot_be_protected_and_its_limited_callers_wait() -> None:
     permissions = Permissions("a", ONLY_ADD)
-    permissions.app_came(takes_verdicts=False)
+    permissions.app_connected(accepts_verdicts=False)
     permissions.describe(AppDescription(1, {("", 3): "Ledger.add"}))
     assert "lets 'b' call some methods only" in permissions.wait_reason("b")
     assert permissions.wait_reason("c") == ""
@@ -490,7 +490,7 @@ def test_a_stream_above_its_rate_arrives_whole_and_in_order(tmp_path: Path) -> N
     try:
         house.register("alice", "bob")
         for name in ("alice", "bob"):
-            keys.make(house.settings(name).folder)
+            keys.create(house.settings(name).folder)
         path = house.registry.path("bob")
         path.write_text(f"{path.read_text()}\n[allow]\nalice = {{rate = 100}}\n")
         process, bob = house.both("bob")
@@ -664,7 +664,7 @@ def test_what_is_open_is_not_known_before_the_checkpoint_is_chosen(patient: Guar
     driven = patient.driven
     driven.unanswered = (ef.CheckCheckpoint,)
     driven.connect(encode_hello(Hello(ALL_EXTENSIONS, "test")))
-    assert driven.machine.components.admission.permissions.takes_verdicts, "the app has said so"
+    assert driven.machine.components.admission.permissions.accepts_verdicts, "the app has said so"
     assert patient.greet() == []
     (again,) = patient.send(3, waiting(3, 3, HOLD))
     assert (again.frame_type, again.position) == (FrameType.RESEND, 0)
@@ -744,8 +744,8 @@ def test_open_calls_are_counted_as_a_simple_model_does(seed: int) -> None:
 def test_a_checkpoint_has_the_open_calls_up_to_its_record() -> None:
     """Later ones come with their records; or not at all, where the log is cut."""
     calls = OpenCalls({"b": Permission(concurrent=5), "c": Permission(concurrent=5)}, is_known=True)
-    assert calls.taken("b", waiting(1, 1) + fork(2) + waiting(3, 3), 5) == []
-    assert calls.taken("b", waiting(4, 4), 6) == []
+    assert calls.add_calls("b", waiting(1, 1) + fork(2) + waiting(3, 3), 5) == []
+    assert calls.add_calls("b", waiting(4, 4), 6) == []
     calls.answered("b", encode_incoming_rpc(ADD, 0, msgspec.msgpack.encode((1, 2)), RpcKind.RETURNED_VALUE))
     assert (calls.open_at(4), calls.open_at(5), calls.open_at(6)) == ({}, {"b": [3]}, {"b": [3, 4]})
     recovering = OpenCalls({"b": Permission(concurrent=5)}, is_known=False)
@@ -792,7 +792,7 @@ def test_a_peer_with_a_limit_waits_for_an_app_that_can_leave_calls_out() -> None
     admission = Components("a", permissions=TWO).admission
     assert "lets 'b' have 2 calls open at once" in admission.peer_wait_reason("b")
     assert (admission.peer_wait_reason("c"), admission.permissions.wait_reason("b")) == ("", "")
-    admission.permissions.app_came(takes_verdicts=True)
+    admission.permissions.app_connected(accepts_verdicts=True)
     assert admission.peer_wait_reason("b") == ""
 
 

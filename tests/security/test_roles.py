@@ -128,8 +128,8 @@ def test_such_a_key_cannot_send_a_clients_frames(server: Server, role: Role) -> 
 def test_a_clients_key_cannot_greet_as_an_instance(house: House) -> None:
     """Whatever name it gives, be it its own: the process at the other end learns nothing, and answers nothing."""
     house.register("bob")
-    keys.make(house.settings("bob").folder)
-    (web,) = keys.make(house.home / "web", Role.CLIENT)
+    keys.create(house.settings("bob").folder)
+    (web,) = keys.create(house.home / "web", Role.CLIENT)
     process, _ = house.both("bob")
     settings = house.settings("bob")
     messenger = Messenger(security=Security(web, {}, lambda endpoint: keys.read_public_keys(settings.folder)))
@@ -169,17 +169,17 @@ def registry(tmp_path: Path) -> Registry:
     registry = Registry(tmp_path / "home")
     for name in ("alice", "bob"):
         registry.register(name, "tcp://127.0.0.1:*")
-        keys.make(registry.home / name)
+        keys.create(registry.home / name)
     return registry
 
 
 def test_roles_are_those_of_the_registry_and_the_settings(registry: Registry) -> None:
-    keys.make(registry.home / "web", Role.CLIENT)
-    keys.make(registry.home / "old")  # by an earlier version's --make --client, which wrote no role down
-    keys.make(registry.home / "ann", Role.OPERATOR)
+    keys.create(registry.home / "web", Role.CLIENT)
+    keys.create(registry.home / "old")  # by an earlier version's --make --client, which wrote no role down
+    keys.create(registry.home / "ann", Role.OPERATOR)
     elsewhere = registry.home.parent / "elsewhere"
     for name, role in (("far", Role.INSTANCE), ("script", Role.CLIENT)):  # only their public files were copied here
-        keys.make(elsewhere / name, role)
+        keys.create(elsewhere / name, role)
         (registry.home / name).mkdir()
         keys.public_path(registry.home / name).write_bytes(keys.public_path(elsewhere / name).read_bytes())
     path = registry.path("alice")
@@ -202,7 +202,7 @@ def test_roles_are_those_of_the_registry_and_the_settings(registry: Registry) ->
 
 def test_a_role_is_kept_when_keys_change(registry: Registry) -> None:
     folder = registry.home / "web"
-    keys.make(folder, Role.CLIENT)
+    keys.create(folder, Role.CLIENT)
     keys.rotate(folder)
     keys.retire(folder)
     assert keys.read_public_file(folder).role is Role.CLIENT

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from immortal.appsdk.calls.user_code import run_user_code
 from immortal.appsdk.handlers.log import FailureReporter
-from immortal.appsdk.running.runner import say
+from immortal.appsdk.running.runner import print_message
 from immortal.cli import main
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.interfaces import AuditEntry, Transaction
@@ -163,7 +163,7 @@ def test_a_call_cannot_forge_a_line_of_its_app(text: str, capsys: pytest.Capture
 
     with pytest.raises(ImmortalError) as raised:
         run_user_code("a handler", fail, HookError)
-    say("Counter", str(raised.value))
+    print_message("Counter", str(raised.value))
     trace = f"Traceback\n{text}"
     reporter = FailureReporter("Counter")
     reporter.failed(Verdict(1, 0, VerdictKind.UNDONE, f"E{text}", text, method="Counter.add", trace=trace), text)

@@ -67,8 +67,8 @@ def test_a_message_of_many_parts_takes_little_of_a_coordinator(tmp_path: Path, n
     house = House(tmp_path)
     house.register("bob", "mallory")
     for one in ("bob", "mallory"):
-        keys.make(house.settings(one).folder)
-    keys.make(tmp_path / "web", Role.CLIENT)
+        keys.create(house.settings(one).folder)
+    keys.create(tmp_path / "web", Role.CLIENT)
     try:
         process, _ = house.both("bob")
         place = Place(tmp_path)
@@ -91,7 +91,7 @@ def test_a_call_as_large_as_its_senders_settings_allow_comes_through(tmp_path: P
     house.register("bob")
     house.register("alice", rpc_limit_mb=limit_mb)
     for one in ("alice", "bob"):
-        keys.make(house.settings(one).folder)
+        keys.create(house.settings(one).folder)
     try:
         process, _ = house.both("bob")
         place = Place(tmp_path)

@@ -119,7 +119,7 @@ class AppInterface:
     def flush(self) -> Sequence[ev.Event]:
         return ()
 
-    def take_sent(self) -> Sequence[ev.Event]:
+    def pop_sent_events(self) -> Sequence[ev.Event]:
         taken_bytes, self._taken_bytes = self._taken_bytes, 0
         return [ev.AppSent(taken_bytes)] if taken_bytes else ()
 
@@ -153,7 +153,7 @@ class AppInterface:
                 return
             self._taken_bytes += len(data)
             if self._node.waits_for_app:
-                self._node.post(*self.take_sent())
+                self._node.post(*self.pop_sent_events())
             self._has_run()
         if pending:
             self._read_later()
@@ -183,7 +183,7 @@ class AppInterface:
         due_ns = self.app.next_due_ns
         if due_ns is not None and due_ns <= (time_ns := self.app.time_ns(self._clock.now_ns)):
             self._world.marks["time told to the app's clock"] += 1
-            self.app.tell_time(time_ns)
+            self.app.log_time(time_ns)
         self._has_run()
 
     def _acts(self, life: int) -> None:

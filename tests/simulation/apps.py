@@ -130,7 +130,7 @@ class App(Protocol):
 
     def time_ns(self, steady_ns: int) -> int: ...
 
-    def tell_time(self, time_ns: int) -> None: ...
+    def log_time(self, time_ns: int) -> None: ...
 
     @property
     def next_due_ns(self) -> int | None: ...
@@ -575,7 +575,7 @@ class CheckingApp:
     def time_ns(self, steady_ns: int) -> int:
         return steady_ns
 
-    def tell_time(self, time_ns: int) -> None:
+    def log_time(self, time_ns: int) -> None:
         """Do nothing: the app asks for no time."""
 
     def act(self) -> bool:

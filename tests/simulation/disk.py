@@ -227,7 +227,7 @@ class Disk:
             headers = self._keys("checkpoints")
             if len(headers) < 2:
                 return False
-            self.store.backend.durable.delete(Span.of_one("checkpoints", headers[-1]))  # left out, with a notice
+            self.store.backend.durable.delete(Span.of_key("checkpoints", headers[-1]))  # left out, with a notice
 
             def put_back() -> None:
                 """Restore nothing: its place can be taken, so it stays lost."""

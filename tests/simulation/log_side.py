@@ -161,10 +161,10 @@ class LogSide:
 
     # --- checkpoints of standbys -------------------------------------------------------------------------------------
 
-    def request_standby_checkpoint(self, effect: ef.AskStandby) -> None:
+    def request_standby_checkpoint(self, effect: ef.RequestStandbyCheckpoint) -> None:
         self._clock.after(self._rng.random() * 500 * US, self._asks, effect)
 
-    def _asks(self, effect: ef.AskStandby) -> None:
+    def _asks(self, effect: ef.RequestStandbyCheckpoint) -> None:
         shared = self._disk.shared
         following = [node for node in shared.waiting if node.phase is Phase.FOLLOWING]
         if self._is_gone or not self._disk.is_writer or not following:
@@ -172,9 +172,9 @@ class LogSide:
         node = self._rng.choice(following)
         shared.asked = Asked(shared.term, node, effect.checkpoint_id, effect.epoch)
         if self._rng.random() < 0.95:
-            node.post(ev.CheckpointAsked(effect.checkpoint_id, effect.epoch))
+            node.post(ev.StandbyCheckpointRequested(effect.checkpoint_id, effect.epoch))
 
-    def cancel_standby_request(self, effect: ef.DropAsked) -> None:
+    def cancel_standby_request(self, effect: ef.CancelStandbyRequest) -> None:
         if self._disk.is_writer:
             self._disk.shared.asked = None
 

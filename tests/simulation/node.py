@@ -48,7 +48,7 @@ class Node:
         self._upgrade_tried = False
         self.time = NodeClock(world.clock)
         self._machine_starts = True  # it was switched off: it must believe its clock
-        self.stop_asked = self.hands_over = False
+        self.stop_requested = self.hands_over = False
         self._rng = world.plan.stream(f"node {number}")
         self._clock = world.clock
         self._turn_due = self._connecting = False
@@ -182,7 +182,7 @@ class Node:
         self.app_life += 1
         self._driver = self._app_side = self.peer_side = self.log_side = self._stopped = None
         self._turn_due = self._connecting = False
-        self.stop_asked = self.hands_over = False
+        self.stop_requested = self.hands_over = False
         self._wake_ns = None
         self.world.network.forget(self)
 
@@ -245,7 +245,7 @@ class Node:
             self._expect_stop(error)
             self._end()
             self._start_later()
-        elif self.app is None and not self._connecting and not self.stop_asked:
+        elif self.app is None and not self._connecting and not self.stop_requested:
             self._connect_later()
 
     def _look_who_writes(self) -> None:
@@ -313,7 +313,7 @@ class Node:
             self.post(*self.clock_events())
 
     def clock_events(self) -> list[ClockMoved]:
-        events = self.time.take_events()
+        events = self.time.pop_events()
         if any(event.jumped_ns for event in events) and self._app_side is not None:
             self.world.marks["jump of the clock taken"] += 1
             self._clock.after(0, self._app_side.look_at_clock)
@@ -321,8 +321,8 @@ class Node:
 
     def ask_to_stop(self) -> None:
         """Stop cleanly; if another node has caught up with the log, that one must take over at once."""
-        if self.machine is not None and not self.stop_asked:
-            self.stop_asked = True
+        if self.machine is not None and not self.stop_requested:
+            self.stop_requested = True
             self.hands_over = any(node.phase is Phase.FOLLOWING for node in self.disk.shared.waiting)
             self.post(ev.StopRequested(self.hands_over))
 
@@ -354,7 +354,7 @@ class Node:
     def _expect_stop(self, error: ImmortalError | None) -> None:
         marks = self.world.marks
         if error is None:
-            if not self.stop_asked:
+            if not self.stop_requested:
                 raise Violation(f"{self.name} stopped, nobody had asked for it")
             marks["stopped cleanly"] += 1
             if (
@@ -407,5 +407,5 @@ class _ClockSide:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.now_ns = node.time.now_ns
-        self.take_events = node.clock_events
+        self.pop_events = node.clock_events
         self.wake_at = node.wake_at

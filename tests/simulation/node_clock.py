@@ -30,7 +30,7 @@ class NodeClock:
 
     def _make(self, running: RunningTime, logged_ns: int) -> Timekeeper:
         offset_ns = max(self.wall_ns, logged_ns) - self._true.now_ns
-        running.begin(self._true.now_ns + offset_ns)
+        running.start_span(self._true.now_ns + offset_ns)
         return Timekeeper(SteadyClock(offset_ns, HOLD_NS), running)
 
     @property
@@ -67,15 +67,15 @@ class NodeClock:
         self._check(reading)
         return reading.time_ns
 
-    def take_events(self) -> list[ClockMoved]:
-        return self._keeper.take_events()
+    def pop_events(self) -> list[ClockMoved]:
+        return self._keeper.pop_events()
 
     def _check(self, reading: Reading) -> None:
         true_ns = self._true.now_ns
-        if reading.taken_ns is not None:
+        if reading.accepted_jump_ns is not None:
             if true_ns - self._set_ns < HOLD_NS:
                 raise Violation(f"a clock was believed that was set {true_ns - self._set_ns} ns ago")
-            self._ahead_ns += max(0, reading.taken_ns)
+            self._ahead_ns += max(0, reading.accepted_jump_ns)
         if abs(reading.time_ns - true_ns - self._ahead_ns) > 2 * TOLERANCE_NS:
             raise Violation(f"time is {reading.time_ns - true_ns - self._ahead_ns} ns from what it may be")
         if reading.time_ns < self._time_ns:

@@ -86,7 +86,7 @@ class PeerSide:
         self._world.marks["caller answered"] += 1
         self._out.append(("", partial(caller.replied, effect)))
 
-    def hold(self) -> None:
+    def begin_turn(self) -> None:
         pass
 
     @property

@@ -415,8 +415,8 @@ class SdkApp:
         told = self._dispatcher.time
         return self._node.now_ns if told is None else told.time_ns + steady_ns - told.steady_ns
 
-    def tell_time(self, time_ns: int) -> None:
-        self._dispatcher.tell_time(time_ns)
+    def log_time(self, time_ns: int) -> None:
+        self._dispatcher.log_time(time_ns)
         self._take_output()
 
     # --- as a hook does ----------------------------------------------------------------------------------------------

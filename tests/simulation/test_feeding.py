@@ -167,7 +167,7 @@ def test_a_hook_that_starts_before_the_state_covers_the_log_is_found(monkeypatch
         gate.is_open = True
         return True
 
-    monkeypatch.setattr(HookGate, "look", at_once)
+    monkeypatch.setattr(HookGate, "poll", at_once)
     with pytest.raises(AssertionError):
         _run_seeds(SEEDS_MAX)
 

@@ -46,7 +46,7 @@ def test_bank(programs: dict[str, Any], tmp_path: Path) -> None:
 
 def test_orders(programs: dict[str, Any], tmp_path: Path) -> None:
     one = WaitingInstances(tmp_path, {"orders": programs["orders"].Orders})
-    one.tell_time()
+    one.log_time()
     for number in range(3):
         one["orders"].impulse("order", number)
     one["orders"].impulse("decide", 1, True)

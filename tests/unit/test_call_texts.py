@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from immortal.coordinator.core.formatting import effect_words, format_call
+from immortal.coordinator.core.formatting import effect_text, format_call
 from immortal.presenters.records import rpc_of
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
 
@@ -40,4 +40,4 @@ def test_a_message_in_words(method_id: int, kind: RpcKind, values: list[object],
     assert format_call(message, "", METHODS) == text
     rpc = rpc_of(message)
     assert rpc is not None
-    assert effect_words(rpc) == (WORDS if WORDS in values else "")
+    assert effect_text(rpc) == (WORDS if WORDS in values else "")

@@ -358,7 +358,7 @@ def test_damaged_frames_and_those_of_others_are_passed_over() -> None:
 
 def asked(talk: Talk, key: str = "k", *, starts: bool = False) -> Question:
     question = Question(starts, lambda call: None)
-    talk.connection.ask(question, key)
+    talk.connection.ask_status(question, key)
     return question
 
 

@@ -40,9 +40,9 @@ class Machine:
 class Breaking:
     """A request at which the machine breaks."""
 
-    patience_s: float | None = None
+    wait_timeout_s: float | None = None
 
-    def begin(self, machine: Machine, done: Callable[[], None]) -> None:
+    def start(self, machine: Machine, done: Callable[[], None]) -> None:
         machine.waiting.append(done)
         machine.breaks = True
 
@@ -51,7 +51,7 @@ class Breaking:
 
     expire = withdraw
 
-    def value(self, ask: Any) -> None:
+    def value(self, execute: Any) -> None:
         raise ClientClosed("it broke")
 
 
@@ -59,17 +59,17 @@ def test_a_call_in_a_signal_handler_or_del_that_interrupts_another_says_so_at_on
     shell = ThreadShell(Machine, "it")
 
     class Interrupted(Breaking):
-        def begin(self, machine: Machine, done: Callable[[], None]) -> None:
-            for interrupts in (lambda: shell.ask(Breaking()), lambda: shell.post(lambda machine: None)):
+        def start(self, machine: Machine, done: Callable[[], None]) -> None:
+            for interrupts in (lambda: shell.execute(Breaking()), lambda: shell.post(lambda machine: None)):
                 with pytest.raises(ClientError, match="a signal handler or a __del__ has interrupted a call"):
                     interrupts()
             done()
 
-        def value(self, ask: Any) -> None:
+        def value(self, execute: Any) -> None:
             pass
 
-    shell.ask(Interrupted())
-    shell.ask(Interrupted())
+    shell.execute(Interrupted())
+    shell.execute(Interrupted())
     shell.close()
 
 
@@ -77,12 +77,12 @@ def test_a_call_in_a_signal_handler_or_del_that_interrupts_another_says_so_at_on
 def test_a_thread_that_breaks_leaves_nobody_waiting_and_is_closed_like_any() -> None:
     shell = ThreadShell(Machine, "it")
     with pytest.raises(ClientClosed):
-        shell.ask(Breaking())
+        shell.execute(Breaking())
     shell._thread.join()
     assert isinstance(shell.error, RuntimeError)
     shell.close()
     shell.close()
-    shell.rouse()  # a caller of before the end writes nowhere
+    shell.wake()  # a caller of before the end writes nowhere
 
 
 def test_a_loop_that_ends_leaves_an_open_machine_to_the_next_and_another_loop_has_none() -> None:
@@ -97,7 +97,7 @@ def test_a_loop_that_ends_leaves_an_open_machine_to_the_next_and_another_loop_ha
 
     shell = asyncio.run(begin())
     with pytest.raises(ClientClosed, match="it belongs to the asyncio loop that ran where it was made"):
-        asyncio.run(shell.ask(Breaking()))
+        asyncio.run(shell.execute(Breaking()))
     with pytest.raises(ClientClosed, match="connect in this one"):
         shell.post(lambda machine: None)
     del shell
@@ -112,7 +112,7 @@ def test_a_loop_on_which_it_breaks_leaves_nobody_waiting() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         shell = LoopShell(Machine, "it")
         with pytest.raises(ClientClosed):
-            await asyncio.wait_for(shell.ask(Breaking()), 30)
+            await asyncio.wait_for(shell.execute(Breaking()), 30)
         await shell.close()
 
     asyncio.run(main())

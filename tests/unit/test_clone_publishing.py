@@ -102,7 +102,7 @@ class Driven:
         return self.say(Activate(**{**asked, **options}), route, name)
 
     def say(self, request: Any, route: bytes = ROUTE, name: str = "") -> list[Answer]:
-        self.publishing.take(route, name, decode_request(encode(request)), self.now_ns)
+        self.publishing.handle_request(route, name, decode_request(encode(request)), self.now_ns)
         return self.flush(route)
 
     def flush(self, route: bytes = ROUTE) -> list[Answer]:
@@ -332,7 +332,7 @@ def test_there_are_so_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Driven()
     driven.activate()
     assert "ask another forwarder" in reason(driven.activate(b"other"))
-    driven.publishing.lost(ROUTE)
+    driven.publishing.end_stream_of(ROUTE)
     assert isinstance(driven.activate(b"other")[0], Activated)
 
 

@@ -33,7 +33,7 @@ class Streams:
         return count
 
     def _next(self, stream: OutputStream) -> OutputBatch | None:
-        return stream.next_batch(0, stream.open_up_to(self.barriers.passed))
+        return stream.next_batch(0, stream.last_sendable_position(self.barriers.passed))
 
 
 def test_what_follows_from_a_call_leaves_once_the_call_is_durable() -> None:

@@ -25,7 +25,7 @@ def with_idle_peers() -> Driven:
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for name in ("next_batch", "memory_is_full", "wants_reply"):
+    for name in ("next_batch", "memory_is_full", "awaits_reply"):
         original = getattr(OutputStream, name)
         function = original.fget if isinstance(original, property) else original
 

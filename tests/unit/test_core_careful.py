@@ -55,7 +55,7 @@ def test_a_long_handler_of_a_careful_run_keeps_what_was_said_of_it() -> None:
     guard.note_handling(Handling(1, 0, 0.0, "Orders.place", "shop", b"the call"), NOW_NS)
     guard.note_handling(Handling(1, 0, 12.0, "Orders.place", "shop"), NOW_NS)
     assert "12 s" in guard.long_handler_text(NOW_NS)
-    verdict = guard.app_died(1, all_heard=True)
+    verdict = guard.app_died(1, all_read=True)
     assert verdict is not None
     assert verdict.message == b"the call"
 
@@ -279,7 +279,7 @@ def test_a_death(before: Suspect, noted: Handling | None, after: Suspect | None)
     guard.session_began(-1)
     if noted is not None:
         guard.note_handling(noted, 0)
-    verdict = guard.app_died(9, all_heard=True)
+    verdict = guard.app_died(9, all_read=True)
     assert guard.suspect == (after or NO_SUSPECT)
     assert (verdict is not None) is (after is None)
 
@@ -290,7 +290,7 @@ def test_who_lives_past_it_is_no_suspect() -> None:
     guard.note_handling(Handling(4, 2), 0)
     guard.note_handling(Handling(-1), 0)
     assert guard.suspect == NO_SUSPECT
-    assert guard.app_died(9, all_heard=True) is None
+    assert guard.app_died(9, all_read=True) is None
     assert guard.suspect == UNKNOWN_ONCE
 
 
@@ -298,7 +298,7 @@ def test_a_run_that_ends_without_blame_is_careful_no_more() -> None:
     guard = PoisonGuard(Suspect(4, 2, 2), 3)
     guard.session_began(-1)
     guard.forget()
-    guard.app_died(9, all_heard=True)
+    guard.app_died(9, all_read=True)
     assert guard.suspect == UNKNOWN_ONCE
 
 
@@ -367,11 +367,11 @@ def test_deaths_of_two_handlers_at_one_message_are_counted_apart() -> None:
     guard = PoisonGuard(Suspect(1, 0, 3, task=12), 5)
     guard.session_began(0)
     guard.note_handling(Handling(1, 0, task=13), NOW_NS)
-    assert guard.app_died(1, all_heard=True) is None
+    assert guard.app_died(1, all_read=True) is None
     assert guard.suspect == Suspect(1, 0, 1, task=13)
     guard.session_began(0)
     guard.note_handling(Handling(1, 0, task=13), NOW_NS)
-    assert guard.app_died(1, all_heard=True) is None
+    assert guard.app_died(1, all_read=True) is None
     assert guard.suspect == Suspect(1, 0, 2, task=13)
 
 
@@ -380,6 +380,6 @@ def test_what_takes_long_keeps_the_handler_that_was_said() -> None:
     guard.session_began(0)
     guard.note_handling(Handling(1, 0, 0.0, "Orders.remind", None, b"the call", 12), NOW_NS)
     guard.note_handling(Handling(1, 0, 12.0, "method -2"), NOW_NS)
-    verdict = guard.app_died(1, all_heard=True)
+    verdict = guard.app_died(1, all_read=True)
     assert verdict is not None
     assert (verdict.task, verdict.method, verdict.message) == (12, "Orders.remind", b"the call")

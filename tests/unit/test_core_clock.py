@@ -24,12 +24,12 @@ def clock() -> SteadyClock:
 def test_a_jump_is_held_back_and_over_when_the_clock_is_right_again(jump: int) -> None:
     one = clock()
     begun = one.read(START + 10 * S + jump, 10 * S)
-    assert (begun.time_ns, begun.begun_ns, begun.is_news) == (START + 10 * S, jump, True)
+    assert (begun.time_ns, begun.held_jump_ns, begun.is_news) == (START + 10 * S, jump, True)
     for at in range(11, 100):
         reading = one.read(START + at * S + jump, at * S)
         assert (reading.time_ns, reading.is_news) == (START + at * S, False)
     ended = one.read(START + 100 * S, 100 * S)
-    assert (ended.time_ns, ended.ended) == (START + 100 * S, True)
+    assert (ended.time_ns, ended.jump_ended) == (START + 100 * S, True)
 
 
 def test_a_jump_ahead_that_stands_is_taken_as_one_step() -> None:
@@ -37,7 +37,7 @@ def test_a_jump_ahead_that_stands_is_taken_as_one_step() -> None:
     for at in range(1, 601):
         assert one.read(START + at * S + HOUR, at * S).time_ns == START + at * S
     taken = one.read(START + 601 * S + HOUR, 601 * S)
-    assert (taken.time_ns, taken.taken_ns) == (START + 601 * S + HOUR, HOUR)
+    assert (taken.time_ns, taken.accepted_jump_ns) == (START + 601 * S + HOUR, HOUR)
     assert not one.read(START + 602 * S + HOUR, 602 * S).is_news
 
 
@@ -48,8 +48,8 @@ def test_a_jump_back_that_stands_slows_time_until_the_clock_has_caught_up() -> N
         at += 1
         reading = one.read(START + at * S - HOUR, at * S)
         assert 0 < reading.time_ns - last <= S
-        last, taken = reading.time_ns, taken or reading.taken_ns
-        if reading.ended:
+        last, taken = reading.time_ns, taken or reading.accepted_jump_ns
+        if reading.jump_ended:
             break
     assert taken == -HOUR
     assert at == pytest.approx(601 + 20 * 3600, rel=0.01)
@@ -61,7 +61,7 @@ def test_a_jump_that_changes_has_to_stand_anew() -> None:
     for at in range(1, 3000):
         jump = HOUR if at // 300 % 2 else DAY
         reading = one.read(START + at * S + jump, at * S)
-        assert reading.taken_ns is None
+        assert reading.accepted_jump_ns is None
         assert reading.time_ns == START + at * S
 
 
@@ -70,7 +70,7 @@ def test_many_small_steps_are_no_way_around() -> None:
     for at in range(1, 500):
         reading = one.read(START + at * S + at * 900_000_000, at * S)  # 0.9 s more at each look
         assert abs(reading.time_ns - START - at * S) < S
-        assert reading.taken_ns is None
+        assert reading.accepted_jump_ns is None
 
 
 def test_what_ntp_corrects_is_followed_without_a_step() -> None:
@@ -84,10 +84,10 @@ def test_an_operator_need_not_wait() -> None:
     one = clock()
     one.read(START + S + HOUR, S)
     accepted = one.accept(START + 2 * S + HOUR, 2 * S)
-    assert (accepted.time_ns, accepted.taken_ns) == (START + 2 * S + HOUR, HOUR)
-    assert one.accept(START + 3 * S + HOUR, 3 * S).taken_ns is None
+    assert (accepted.time_ns, accepted.accepted_jump_ns) == (START + 2 * S + HOUR, HOUR)
+    assert one.accept(START + 3 * S + HOUR, 3 * S).accepted_jump_ns is None
     back = one.accept(START + 4 * S, 4 * S)
-    assert (back.taken_ns, one.slowed) == (-HOUR, True)
+    assert (back.accepted_jump_ns, one.slowed) == (-HOUR, True)
 
 
 @given(
@@ -97,7 +97,7 @@ def test_an_operator_need_not_wait() -> None:
 )
 def test_time_never_goes_back_and_never_stands_still(steps: list[tuple[int, int]]) -> None:
     keeper = Timekeeper(SteadyClock(START, HOLD), RunningTime())
-    keeper.running.begin(START)
+    keeper.running.start_span(START)
     steady, last = 0, START
     for passed, jump in steps:
         steady += passed
@@ -105,7 +105,7 @@ def test_time_never_goes_back_and_never_stands_still(steps: list[tuple[int, int]
         time_ns = keeper.time_if_calm(wall, steady) or keeper.read(wall, steady).time_ns
         assert time_ns - last >= passed * 94 // 100
         last = time_ns
-    keeper.running.reached(last)
+    keeper.running.extend_to(last)
     ran = sum(to_ns - from_ns for from_ns, to_ns in keeper.running.spans if from_ns)
     assert ran <= steady * 1001 // 1000 + 1, "no jump makes it older"
 
@@ -113,15 +113,15 @@ def test_time_never_goes_back_and_never_stands_still(steps: list[tuple[int, int]
 def test_the_core_hears_of_steps_and_of_what_came_first() -> None:
     keeper = Timekeeper(SteadyClock(START, HOLD), RunningTime())
     keeper.read(START, 0)
-    (first,) = keeper.take_events()
+    (first,) = keeper.pop_events()
     assert (first.time_ns, first.steady_ns, first.jumped_ns) == (START, 0, 0)
     keeper.read(START + S, S)
     keeper.read(START + 2 * S + HOUR, 2 * S)
-    assert keeper.take_events() == []
+    assert keeper.pop_events() == []
     keeper.read(START + 3 * S + HOUR, 3 * S, accept=True)
-    (step,) = keeper.take_events()
+    (step,) = keeper.pop_events()
     assert (step.time_ns, step.steady_ns, step.jumped_ns) == (START + 3 * S + HOUR, 3 * S, HOUR)
-    assert Timekeeper(keeper.clock, keeper.running, keeper.steps).take_events() == [step]
+    assert Timekeeper(keeper.clock, keeper.running, keeper.steps).pop_events() == [step]
 
 
 def test_only_the_last_steps_are_kept() -> None:
@@ -137,31 +137,31 @@ def test_only_the_last_steps_are_kept() -> None:
 
 def test_what_is_old_is_so_by_the_time_in_which_it_ran() -> None:
     running = RunningTime(((START, START + 10 * DAY),), START + 40 * DAY, START + 45 * DAY)
-    assert running.before(0) == START + 45 * DAY
-    assert running.before(5 * DAY) == START + 40 * DAY
-    assert running.before(6 * DAY) == START + 9 * DAY, "the thirty days between two starts do not count"
-    assert running.before(15 * DAY) == START
-    assert running.before(15 * DAY + 1) == 0, "nothing is as old as that"
+    assert running.time_of_age(0) == START + 45 * DAY
+    assert running.time_of_age(5 * DAY) == START + 40 * DAY
+    assert running.time_of_age(6 * DAY) == START + 9 * DAY, "the thirty days between two starts do not count"
+    assert running.time_of_age(15 * DAY) == START
+    assert running.time_of_age(15 * DAY + 1) == 0, "nothing is as old as that"
 
 
 def test_a_short_stop_counts_as_running_and_a_long_one_does_not() -> None:
     running = RunningTime((), START, START + DAY)
-    running.begin(START + DAY + S // 2)
-    running.begin(START + 2 * DAY)
-    running.reached(START + 3 * DAY)
+    running.start_span(START + DAY + S // 2)
+    running.start_span(START + 2 * DAY)
+    running.extend_to(START + 3 * DAY)
     assert running.spans == ((START, START + DAY + S // 2), (START + 2 * DAY, START + 3 * DAY))
 
 
 def test_a_start_before_what_was_reached_counts_less_rather_than_more() -> None:
     running = RunningTime(((START, START + DAY),), START + 60 * DAY, START + 61 * DAY)
-    running.begin(START + DAY // 2)
+    running.start_span(START + DAY // 2)
     assert running.spans == ((START, START + DAY // 2), (START + DAY // 2, START + DAY // 2))
 
 
 def test_spans_are_few() -> None:
     running = RunningTime()
     for number in range(3 * SPANS_MAX):
-        running.begin(START + number * HOUR)
-        running.reached(START + number * HOUR + S)
+        running.start_span(START + number * HOUR)
+        running.extend_to(START + number * HOUR + S)
     assert len(running.spans) == SPANS_MAX
-    assert running.before(S) == START + (3 * SPANS_MAX - 1) * HOUR
+    assert running.time_of_age(S) == START + (3 * SPANS_MAX - 1) * HOUR

@@ -26,28 +26,28 @@ def test_a_caller_is_held_off_for_a_time_that_doubles_up_to_a_minute() -> None:
     penalties, now_ns = CallerPenalties(Limits()), NOW_NS
     holds = []
     for _ in range(20):
-        deaths, hold_ns = penalties.died_of("evil", now_ns)
+        deaths, hold_ns = penalties.count_deaths("evil", now_ns)
         holds.append(hold_ns)
-        assert bool(penalties.hold_reason("evil", now_ns)) == (deaths > FREE_DEATHS)
-        assert not penalties.hold_reason("good", now_ns)
+        assert bool(penalties.hold_off_reason("evil", now_ns)) == (deaths > FREE_DEATHS)
+        assert not penalties.hold_off_reason("good", now_ns)
         now_ns += hold_ns
-        assert not penalties.held_ns("evil", now_ns)
+        assert not penalties.hold_off_ns("evil", now_ns)
     assert holds[:5] == [0, 0, Limits().hold_off_ns_min, 2 * Limits().hold_off_ns_min, 4 * Limits().hold_off_ns_min]
     assert holds[-1] == Limits().hold_off_ns_max
-    assert penalties.died_of("evil", now_ns + 601 * SECOND_NS) == (1, 0), "ten minutes later it is forgotten"
+    assert penalties.count_deaths("evil", now_ns + 601 * SECOND_NS) == (1, 0), "ten minutes later it is forgotten"
 
 
 def test_a_clock_that_is_set_back_holds_nobody_off_for_longer_than_a_minute() -> None:
     penalties = CallerPenalties(Limits())
     for _ in range(3):
-        penalties.died_of("evil", NOW_NS)
-    assert penalties.held_ns("evil", NOW_NS - 10**18) == Limits().hold_off_ns_max
+        penalties.count_deaths("evil", NOW_NS)
+    assert penalties.hold_off_ns("evil", NOW_NS - 10**18) == Limits().hold_off_ns_max
 
 
 def test_what_is_remembered_is_bounded() -> None:
     penalties = CallerPenalties(Limits())
     for number in range(30_000):
-        penalties.died_of(str(number), NOW_NS)
+        penalties.count_deaths(str(number), NOW_NS)
         penalties.query_died(digest_of(str(number), 1, b""))
     assert len(penalties.deaths) == len(penalties._queries) == 10_000
 

@@ -321,7 +321,7 @@ def test_the_sender_obeys_the_window_that_it_is_granted() -> None:
     driven.reply(FrameType.TRIM_TO, 5, count=1)
     assert [frame.position for frame in driven.frames(FrameType.BATCH)][-1] == 6, "one that is too large goes alone"
     driven.reply(FrameType.TRIM_TO, 6)
-    assert stream(driven)["window_bytes"] == Limits().unsaid_window_bytes, "a receiver that says none"
+    assert stream(driven)["window_bytes"] == Limits().assumed_window_bytes, "a receiver that says none"
 
 
 def test_a_batch_of_the_app_is_cut_to_the_window() -> None:

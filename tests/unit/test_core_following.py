@@ -239,16 +239,16 @@ def test_what_an_app_says_before_the_log_is_loaded_is_judged_once_it_is() -> Non
     """An app of the base protocol, at the log of one that is none."""
     writer = Driven.started()
     machine = Machine(Components("a"))
-    machine.take([ev.Started(), ev.WriteLeaseGranted(1), ev.AppConnected(), ev.AppData(attach("b"))], 1)
+    machine.handle([ev.Started(), ev.WriteLeaseGranted(1), ev.AppConnected(), ev.AppData(attach("b"))], 1)
     machine.advance()
-    effects = list(machine.take([ev.LogLoaded(writer.store.summary(), writer.store.clients())], 1))
+    effects = list(machine.handle([ev.LogLoaded(writer.store.summary(), writer.store.clients())], 1))
     assert [one for one in effects if isinstance(one, ef.CloseApp)], "it is turned away"
 
 
 def test_a_stop_before_the_log_is_loaded_says_nothing_to_the_app() -> None:
     machine = Machine(Components("a"))
-    machine.take([ev.Started(), ev.AppConnected(), ev.AppData(HELLO)], 1)
-    effects = list(machine.take([ev.StopRequested()], 1))
+    machine.handle([ev.Started(), ev.AppConnected(), ev.AppData(HELLO)], 1)
+    effects = list(machine.handle([ev.StopRequested()], 1))
     assert [type(one) for one in effects] == [ef.Stop]
 
 

@@ -110,7 +110,7 @@ def test_another_version_than_its_own_ends_it(version: int) -> None:
 
 def test_the_checkpoint_that_it_gives_while_it_follows_is_of_the_old_version() -> None:
     _, follower = both(b"")
-    follower.handle(ev.CheckpointAsked(2, 1))
+    follower.handle(ev.StandbyCheckpointRequested(2, 1))
     follower.data(checkpoint(b"old"))
     follower.handle(ev.ChunkOffered(2, 3))
     (offered,) = follower.of(ef.OfferCheckpoint)
@@ -124,7 +124,7 @@ def test_one_that_has_just_repeated_an_upgrade_gives_no_checkpoint_before_its_ne
     writer.machine.state.versions.starts.append(VersionStart(2, 1, "x"))
     record(writer, follower, 2)
     follower.forget()
-    follower.handle(ev.CheckpointAsked(2, 1))
+    follower.handle(ev.StandbyCheckpointRequested(2, 1))
     assert follower.app_bytes == b""
     follower.data(checkpoint(b"upgraded"))
     follower.look()

@@ -52,7 +52,7 @@ def test_a_batch_with_fewer_messages_than_it_says_is_an_error() -> None:
 
 def test_taking_tells_the_log() -> None:
     stream = known(10)
-    assert stream.take(batch(11, 3, epoch=4), 13, 100) == SourcePosition(7, 4, 13)
+    assert stream.accept(batch(11, 3, epoch=4), 13, 100) == SourcePosition(7, 4, 13)
     assert (stream.received, stream.durable) == (13, 10)
 
 

@@ -49,19 +49,19 @@ def test_an_append_says_where_the_log_has_to_end_and_whose_it_is() -> None:
 def test_the_right_to_write_comes_before_the_log_is_loaded() -> None:
     machine = Machine(Components("a"))
     assert machine.view.status(0)["role"] == LeaseRole.STARTING.value
-    machine.take([ev.Started()], 1)
-    assert list(machine.take([ev.WriteLeaseGranted(7)], 1)) == []
+    machine.handle([ev.Started()], 1)
+    assert list(machine.handle([ev.WriteLeaseGranted(7)], 1)) == []
     assert list(machine.advance()) == [ef.LoadLog(with_clients=True)]
     store = MemoryLogStore(5)
-    machine.take([ev.LogLoaded(store.summary(), store.clients())], 1)
+    machine.handle([ev.LogLoaded(store.summary(), store.clients())], 1)
     status = machine.view.status(0)
     assert (status["role"], status["committer_id"], machine.state.write_lease.fence) == (LeaseRole.WRITING.value, 5, 7)
 
 
 def test_a_right_that_another_has_ends_who_is_not_to_follow() -> None:
     machine = Machine(Components("a"))
-    machine.take([ev.Started()], 1)
-    (stop,) = machine.take([ev.WriteLeaseHeld("process 77")], 1)
+    machine.handle([ev.Started()], 1)
+    (stop,) = machine.handle([ev.WriteLeaseHeld("process 77")], 1)
     assert isinstance(stop, ef.Stop)
     assert isinstance(stop.error, LogLockedError)
     assert "process 77" in str(stop.error)

@@ -44,7 +44,7 @@ def check_of(replay: Stream, marks: list[int], cuts: list[int], *, marks_first: 
 
     def make() -> None:
         for first, last in zip([1, *[cut + 1 for cut in cuts]], [*cuts, 10], strict=True):
-            check.made(*replay.batch(first, last))
+            check.add_made(*replay.batch(first, last))
 
     for step in (expect, make) if marks_first else (make, expect):
         step()
@@ -86,7 +86,7 @@ def test_another_message_is_found_by_the_first_mark_behind_it(
 def test_too_few_are_found_at_the_end() -> None:
     check = OutputCheck("b")
     check.expect(3, LIVE.mark(5))
-    check.made(*LIVE.batch(1, 4))
+    check.add_made(*LIVE.batch(1, 4))
     with pytest.raises(OutputDivergenceError) as caught:
         check.finish()
     assert (caught.value.divergence.made_position, caught.value.divergence.position) == (4, 5)
@@ -96,15 +96,15 @@ def test_marks_at_or_below_the_checkpoint_s_are_its_own() -> None:
     check = OutputCheck("b", LIVE.mark(5))
     check.expect(1, OutputMark(4, 12345))
     check.expect(2, LIVE.mark(6))
-    check.made(*LIVE.batch(6, 10))
+    check.add_made(*LIVE.batch(6, 10))
     check.finish()
 
 
 def test_impulses_take_positions_and_change_no_checksum() -> None:
     check = OutputCheck("b")
     checksum = crc64(rpc(1))
-    check.made(OutputBatch(1, 1, rpc(1)), 0, checksum)
-    check.made(OutputBatch(2, 3, b"impulses that are acknowledged"), checksum, checksum)
+    check.add_made(OutputBatch(1, 1, rpc(1)), 0, checksum)
+    check.add_made(OutputBatch(2, 3, b"impulses that are acknowledged"), checksum, checksum)
     for position in (1, 2, 3, 4):
         check.expect(position, OutputMark(position, checksum))
     check.compare()
@@ -115,7 +115,7 @@ def test_what_was_made_long_before_its_mark_is_still_compared(monkeypatch: pytes
     monkeypatch.setattr(output_check, "KEPT_SIZE_BYTES_MAX", len(rpc(1)) * 2)
     check = OutputCheck("b")
     for position in range(1, 11):
-        check.made(*OTHER.batch(position, position))
+        check.add_made(*OTHER.batch(position, position))
     check.expect(1, LIVE.mark(8))  # its messages are gone; the next one covers them
     check.compare()
     check.expect(2, LIVE.mark(10))

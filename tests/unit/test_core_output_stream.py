@@ -195,7 +195,7 @@ def test_what_was_given_up_is_sent_again_in_order() -> None:
         stream.append(1, payload(number))
         stream.next_batch(0)
     stream.append(1, payload(3))
-    stream.give_up_in_flight()
+    stream.requeue_in_flight()
     assert stream.attempt == 1
     assert taken(stream) == [(1, payload(1, 2, 3))]
 
@@ -227,7 +227,7 @@ def test_a_frame_acknowledged_in_part_and_given_up() -> None:
     stream.append(3, payload(1, 2, 3))
     stream.next_batch(0)
     stream.acknowledge(2)
-    stream.give_up_in_flight()
+    stream.requeue_in_flight()
     assert b"".join(found for _, found in taken(stream)) in (payload(3), payload(1, 2, 3))
     assert stream.waiting_bytes == 0
 
@@ -244,10 +244,10 @@ def test_a_welcome_in_the_middle_of_what_waits() -> None:
 
 def test_a_mark_is_new_once() -> None:
     stream = opened()
-    assert stream.take_new_mark(1) is None
+    assert stream.pop_new_mark(1) is None
     stream.append(2, payload(1, 2))
-    assert stream.take_new_mark(1) == OutputMark(2, crc64(payload(1, 2)))
-    assert stream.take_new_mark(1) is None
+    assert stream.pop_new_mark(1) == OutputMark(2, crc64(payload(1, 2)))
+    assert stream.pop_new_mark(1) is None
 
 
 def test_a_mark_waits_for_the_impulses_before_it() -> None:
@@ -255,5 +255,5 @@ def test_a_mark_waits_for_the_impulses_before_it() -> None:
     stream = opened()
     stream.append_impulses(1, payload(7), ticket=4)
     stream.append(1, payload(1))
-    assert stream.take_new_mark(3) is None
-    assert stream.take_new_mark(4) == OutputMark(2, crc64(payload(1)))
+    assert stream.pop_new_mark(3) is None
+    assert stream.pop_new_mark(4) == OutputMark(2, crc64(payload(1)))

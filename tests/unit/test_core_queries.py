@@ -9,7 +9,7 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.client.queries import ROOM_MIN
+from immortal.coordinator.core.client.queries import CONCURRENCY_MIN
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.permissions import Permission
@@ -239,7 +239,7 @@ def test_an_app_that_answers_soon_is_asked_more_at_once() -> None:
     driven = working(limits=Limits(caller_queries_max=1000))
     driven.handle(*(query("t", number) for number in range(1, 301)))
     questions, rooms = asked(driven), []
-    assert len(questions) == ROOM_MIN
+    assert len(questions) == CONCURRENCY_MIN
     for took_ms in (1, 1, 1, 1, 6, 1):
         driven.now_ns += took_ms * 1_000_000
         for question in questions:
@@ -248,8 +248,8 @@ def test_an_app_that_answers_soon_is_asked_more_at_once() -> None:
         rooms.append(len(questions))
     assert rooms[:4] == sorted(rooms[:4])
     assert rooms[3] == Limits().queries_at_app_max
-    assert rooms[4] == ROOM_MIN, "a record that comes is not to wait for many that take long"
-    assert rooms[5] > ROOM_MIN
+    assert rooms[4] == CONCURRENCY_MIN, "a record that comes is not to wait for many that take long"
+    assert rooms[5] > CONCURRENCY_MIN
 
 
 def test_one_after_the_other_makes_no_room_for_a_burst() -> None:
@@ -259,7 +259,7 @@ def test_one_after_the_other_makes_no_room_for_a_burst() -> None:
         (question,) = asked(driven)
         driven.data(answer(question))
     driven.handle(*(query("t", number) for number in range(50, 60)))
-    assert len(asked(driven)) == ROOM_MIN
+    assert len(asked(driven)) == CONCURRENCY_MIN
 
 
 def test_one_that_has_changed_the_state_is_not_asked_again_for_a_while() -> None:

@@ -278,12 +278,12 @@ def test_who_follows_says_that_it_has_none() -> None:
     writer.batch("t", 1, rpc(1))
     follower = Driven(writer.store, follow=True)
     follower.connect(HELLO)
-    follower.handle(ev.CheckpointAsked(2, 1))
+    follower.handle(ev.StandbyCheckpointRequested(2, 1))
     follower.data(FAILED)
     assert follower.phase is Phase.FOLLOWING
     assert any("too large" in text for _, text in follower.reports)
     follower.forget()
-    follower.handle(ev.CheckpointAsked(3, 1))
+    follower.handle(ev.StandbyCheckpointRequested(3, 1))
     assert types(follower)[-1:] == [TAKE]
 
 

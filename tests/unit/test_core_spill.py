@@ -44,7 +44,7 @@ def test_an_acknowledgement_in_the_middle_of_what_is_stored_leaves_its_share() -
 def test_what_another_has_written_meanwhile_need_not_gather() -> None:
     spill = Spill(1000)
     spill.add(batch(1, 4), 0, logged=False)
-    spill.know([SpilledExtent(2, 3, 2 * SIZE_BYTES)])
+    spill.replace_known([SpilledExtent(2, 3, 2 * SIZE_BYTES)])
     assert gathered(spill) == [1, 4]
     assert (spill.gathered_bytes, spill.stored_bytes, spill.kept_bytes) == (
         2 * SIZE_BYTES,

@@ -57,7 +57,7 @@ def record(writer: Driven, position: int, *followers: Driven) -> None:
 
 def asked(follower: Driven) -> None:
     follower.forget()
-    follower.handle(ev.CheckpointAsked(2, 1))
+    follower.handle(ev.StandbyCheckpointRequested(2, 1))
 
 
 def took(follower: Driven) -> None:
@@ -199,7 +199,7 @@ def test_one_that_is_told_that_it_is_not_wanted_any_more_can_be_asked_again() ->
     follower.handle(ev.ChunkOffered(2, len(BLOB), "not wanted any more"))
     assert offers(follower) == []
     follower.forget()
-    follower.handle(ev.CheckpointAsked(3, 1))
+    follower.handle(ev.StandbyCheckpointRequested(3, 1))
     follower.data(checkpoint(BLOB))
     took(follower)
     assert [offer.header.checkpoint_id for offer in offers(follower)] == [3]
@@ -210,7 +210,7 @@ def test_one_that_is_told_that_it_is_not_wanted_any_more_can_be_asked_again() ->
 
 def offered(writer: Driven, **other: object) -> Offer:
     """What a follower has put into the log, and says of it."""
-    (ask,) = writer.of(ef.AskStandby)
+    (ask,) = writer.of(ef.RequestStandbyCheckpoint)
     writer.store.backend.durable.put(*_row(ef.OfferChunk(ask.checkpoint_id, 0, BLOB)))
     outputs = {name: stream.mark for name, stream in writer.machine.components.peers.outbound.streams.items()}
     values: dict = {"outputs": outputs, "version": 1, **other}
@@ -266,7 +266,7 @@ def test_what_is_not_what_its_app_would_give_is_not_adopted_and_the_app_is_asked
     assert not [one for one in writer.of(ef.Commit) if one.transaction.checkpoint is not None]
     ((level, text),) = [report for report in writer.reports if "no standby took" in report[1]]
     assert (level, says in text) == ("warning", True), text
-    assert writer.of(ef.DropAsked)
+    assert writer.of(ef.CancelStandbyRequest)
     assert types(writer) == [TAKE]
 
 
@@ -335,9 +335,9 @@ def test_one_that_is_due_by_size_waits_for_somebody_who_follows_for_a_while() ->
     writer = writing(dataclasses.replace(LIMITS, checkpoint_trigger_bytes=1000))
     writer.handle(ev.StandbysChanged(False))
     writer.batch("t", 1, rpc(bytes(1000)))
-    assert (types(writer).count(TAKE), writer.of(ef.AskStandby)) == (0, [])
+    assert (types(writer).count(TAKE), writer.of(ef.RequestStandbyCheckpoint)) == (0, [])
     writer.handle(ev.StandbysChanged(True))
-    assert len(writer.of(ef.AskStandby)) == 1
+    assert len(writer.of(ef.RequestStandbyCheckpoint)) == 1
 
 
 def test_who_writes_has_a_record_for_marks_that_nobody_has_heard_of() -> None:
@@ -364,7 +364,7 @@ def test_a_stop_is_not_held_up_by_it() -> None:
     writer = due()
     writer.handle(ev.StopRequested())
     assert types(writer) == [TAKE]
-    assert writer.of(ef.DropAsked)
+    assert writer.of(ef.CancelStandbyRequest)
 
 
 @pytest.mark.parametrize("missing", ["size_bytes", "check", "time_ns"])

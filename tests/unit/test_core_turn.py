@@ -14,12 +14,12 @@ def kinds(effects: list[ef.Effect]) -> list[type[ef.Effect]]:
 def test_an_app_has_its_record_before_the_rest_is_worked_out() -> None:
     driven = Driven.started(auto=False)
     machine = driven.machine
-    machine.take([ev.AppData(call("", 7, rpc_type=2))], driven.now_ns)
+    machine.handle([ev.AppData(call("", 7, rpc_type=2))], driven.now_ns)
     (commit,) = machine.advance()
     assert isinstance(commit, ef.Commit)
     machine.settle()
     driven.store.commit(commit.transaction)
-    first = machine.take([ev.Committed(commit.ticket)], driven.now_ns)[0]
+    first = machine.handle([ev.Committed(commit.ticket)], driven.now_ns)[0]
     assert isinstance(first, ef.SendToApp)
     assert arguments(bytes(first.data)) == [rpc(7, rpc_type=2)]
 
@@ -27,6 +27,6 @@ def test_an_app_has_its_record_before_the_rest_is_worked_out() -> None:
 def test_what_can_wait_is_asked_for_at_the_end_of_a_turn() -> None:
     driven = Driven.started(auto=False)
     machine = driven.machine
-    assert kinds(machine.take([ev.CheckpointRequested()], driven.now_ns)) == []
+    assert kinds(machine.handle([ev.CheckpointRequested()], driven.now_ns)) == []
     assert kinds(machine.advance()) == []
     assert kinds(machine.settle()) == [ef.SendToApp]

@@ -190,7 +190,7 @@ def test_what_waited_keeps_to_a_window_that_has_shrunk_meanwhile() -> None:
     second = turns.next(pending, allowed, 10**12)
     assert second is not None
     assert second.frame is frames[1]
-    assert (turns.waiting_bytes, turns.waiting_of("b")) == (0, (0, 0))
+    assert (turns.waiting_bytes, turns.count_waiting("b")) == (0, (0, 0))
 
 
 def test_who_has_sent_nothing_for_long_holds_nobody_back() -> None:
@@ -215,7 +215,7 @@ def test_clients_count_as_others() -> None:
 @pytest.mark.parametrize("window_bytes", [5 * len(small(1)), 6 * len(small(1)) - 1])
 def test_what_waits_counts_for_the_window(window_bytes: int) -> None:
     limits = Limits(
-        turn_bytes=TURN_BYTES, group_size_bytes=100, peer_window_bytes=window_bytes, unsaid_window_bytes=window_bytes
+        turn_bytes=TURN_BYTES, group_size_bytes=100, peer_window_bytes=window_bytes, assumed_window_bytes=window_bytes
     )
     driven = driven_with(limits)
     send(driven, "c", 1, small(100))
@@ -284,7 +284,7 @@ def with_window(frames: int) -> Driven:
     """A window for so many small frames; one of another sender is on its way, two of "b" are, the others wait."""
     window_bytes = frames * len(small(1))
     limits = Limits(
-        turn_bytes=TURN_BYTES, group_size_bytes=100, peer_window_bytes=window_bytes, unsaid_window_bytes=window_bytes
+        turn_bytes=TURN_BYTES, group_size_bytes=100, peer_window_bytes=window_bytes, assumed_window_bytes=window_bytes
     )
     driven = driven_with(limits)
     send(driven, "c", 1, small(100))

@@ -423,11 +423,11 @@ def test_one_instance(registry: Registry) -> None:
 def test_a_bundle_for_a_bug_report(registry: Registry, tmp_path: Path) -> None:
     start_once(registry, "counter")
     output = LogFiles(registry.home, lambda: None)
-    output.line("counter", "a handler failed token='planted'", "info")
-    output.line("counter", "what the app prints: planted")
-    output.line("counter", "> Stock.order raised KeyError: 'planted'  arguments=\"('planted', 1)\"", "error")
-    output.line("counter", "it makes another call (now: 19: Till.sold('planted', 1)): mend it", "error")
-    output.line("counter", "the app leaves: Till.take raised ValueError: planted", "info")
+    output.write_line("counter", "a handler failed token='planted'", "info")
+    output.write_line("counter", "what the app prints: planted")
+    output.write_line("counter", "> Stock.order raised KeyError: 'planted'  arguments=\"('planted', 1)\"", "error")
+    output.write_line("counter", "it makes another call (now: 19: Till.sold('planted', 1)): mend it", "error")
+    output.write_line("counter", "the app leaves: Till.take raised ValueError: planted", "info")
     output.close()
     bundle = tmp_path / "report.zip"
 

@@ -35,7 +35,7 @@ class _App(PlainApp):
         found_out, self.found_out = self.found_out, []
         return found_out
 
-    def take_sent(self) -> Sequence[ev.Event]:
+    def pop_sent_events(self) -> Sequence[ev.Event]:
         sent, self.sent = self.sent, []
         return sent
 
@@ -49,7 +49,7 @@ class _Peers(PlainPeers):
         self.waiting: list[ev.Event] = []
         self.is_held = False
 
-    def hold(self) -> None:
+    def begin_turn(self) -> None:
         self.is_held = True
 
     def send(self, effect: ef.SendToPeer) -> None:
@@ -102,7 +102,7 @@ class _Clock:
     def now_ns(self) -> int:
         return NOW_NS
 
-    def take_events(self) -> Sequence[ev.Event]:
+    def pop_events(self) -> Sequence[ev.Event]:
         events, self.events = self.events, []
         return events
 

@@ -56,7 +56,7 @@ def test_larger_cases_go_on_as_well(script: Script) -> None:
 class SendersAreNotTold(Fences):
     """The change is sent, and whoever has runs in flight does not hear of it."""
 
-    def _tell(self, fence: FenceState, sender: str) -> None:
+    def _announce_to(self, fence: FenceState, sender: str) -> None:
         pass
 
 

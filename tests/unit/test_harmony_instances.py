@@ -514,16 +514,16 @@ def test_a_collector_takes_no_results_of_another_function_or_other_tasks_from_an
     pipeline.finish()
     gathered = CollectedBatch()
     mine = Contents("square", "results", 4, digest(range(4)), True, Life("cluster", 1))
-    gathered.belongs_to("squares", mine.life, mine)
+    gathered.check_identity("squares", mine.life, mine)
     same = msgspec.structs.replace(mine, life=Life("spare", 1))
-    gathered.belongs_to("squares", same.life, same)
+    gathered.check_identity("squares", same.life, same)
     for other in (
         msgspec.structs.replace(same, function="cube"),
         msgspec.structs.replace(same, digest=digest(range(1, 5))),
         msgspec.structs.replace(same, count=5),
     ):
         with pytest.raises(BatchConflict):
-            gathered.belongs_to("squares", other.life, other)
+            gathered.check_identity("squares", other.life, other)
     assert not gathered.is_replaced_by(Life("spare", 1))
     assert gathered.is_replaced_by(Life("spare", 2))
     assert gathered.is_replaced_by(Life("third", 1, again=True))

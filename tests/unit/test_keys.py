@@ -34,7 +34,7 @@ def registry(tmp_path: Path) -> Registry:
     registry = Registry(tmp_path)
     for name in ("alice", "bob", "carol"):
         registry.register(name, "tcp://127.0.0.1:*")
-        keys.make(tmp_path / name)
+        keys.create(tmp_path / name)
     return registry
 
 
@@ -52,8 +52,8 @@ def test_a_rotation_and_its_end(tmp_path: Path) -> None:
     for change, problem in ((keys.rotate, "has no keys yet"), (keys.retire, "has no second key")):
         with pytest.raises(KeysError, match=problem):
             change(folder)
-    (first,) = keys.make(folder)
-    assert keys.make(folder) == (first,), "keys that are there stay"
+    (first,) = keys.create(folder)
+    assert keys.create(folder) == (first,), "keys that are there stay"
     assert keys.rotate(folder)[0] == first
     first, second = keys.read_pairs(folder)
     assert keys.read_public_keys(folder) == (first.public, second.public)
@@ -67,7 +67,7 @@ def test_a_rotation_and_its_end(tmp_path: Path) -> None:
 def test_only_the_owner_can_read_the_secret(tmp_path: Path) -> None:
     previous = os.umask(0)
     try:
-        keys.make(tmp_path)
+        keys.create(tmp_path)
         keys.rotate(tmp_path)
     finally:
         os.umask(previous)
@@ -79,7 +79,7 @@ def test_only_the_owner_can_read_the_secret(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("place", "mode"), [("file", 0o640), ("file", 0o602), ("folder", 0o750), ("folder", 0o701)])
 def test_what_others_may_know_is_refused(tmp_path: Path, place: str, mode: int) -> None:
-    keys.make(tmp_path)
+    keys.create(tmp_path)
     path = keys.secret_path(tmp_path)
     (path if place == "file" else path.parent).chmod(mode)
     with pytest.raises(KeysError, match=rf"has mode {mode:04o}, expected 0[67]00.*'chmod 0[67]00 "):
@@ -88,7 +88,7 @@ def test_what_others_may_know_is_refused(tmp_path: Path, place: str, mode: int) 
 
 def test_a_secret_key_that_does_not_fit_its_public_one_is_refused(tmp_path: Path) -> None:
     """A flipped bit may leave a key that is one as well: nobody could then be reached, and nothing would say why."""
-    (pair,) = keys.make(tmp_path)
+    (pair,) = keys.create(tmp_path)
     other = "a" if pair.secret[5] != "a" else "b"
     path = keys.secret_path(tmp_path)
     path.write_text(f"{pair.public} {pair.secret[:5]}{other}{pair.secret[6:]}\n")
@@ -98,7 +98,7 @@ def test_a_secret_key_that_does_not_fit_its_public_one_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize("text", ["some thing", f"{KEY} short", KEY, f"{KEY} {KEY} more", f"{KEY} {'ä' * 40}"])
 def test_a_damaged_secret_file_is_refused_without_telling_it(tmp_path: Path, text: str) -> None:
-    keys.make(tmp_path)
+    keys.create(tmp_path)
     keys.secret_path(tmp_path).write_text(text)
     with pytest.raises(KeysError) as caught:
         keys.read_pairs(tmp_path)
@@ -213,7 +213,7 @@ def test_callers_are_all_of_the_registry_or_those_on_the_list(registry: Registry
 
 
 def test_clients_with_keys_in_the_registry_are_callers(registry: Registry) -> None:
-    keys.make(registry.home / "web")
+    keys.create(registry.home / "web")
     (registry.home / "empty").mkdir()
     assert registry.client_names(registry.names()) == ["web"]
     assert Watched(registry).callers == {"bob", "carol", "web"}
@@ -269,7 +269,7 @@ def test_what_may_not_be_connected_to(registry: Registry) -> None:
     without = Watched(registry)
     assert without.it.security is None
     assert "bob takes only callers with keys" in (without.it.block_reason("bob") or "")
-    keys.make(registry.home / "alice")
+    keys.create(registry.home / "alice")
     assert without.look()
     assert without.it.block_reason("bob") is None
 
@@ -279,7 +279,7 @@ def large(registry: Registry, count: int = 200) -> list[str]:
     names = [f"other-{number:03d}" for number in range(count)]
     for name in names:
         registry.path(name).write_text("peer = 'tcp://127.0.0.1:1'\n")
-        keys.make(registry.home / name)
+        keys.create(registry.home / name)
     return names
 
 
@@ -306,7 +306,7 @@ def test_a_key_that_is_made_in_a_large_registry_is_seen_at_once(registry: Regist
         change(registry.home / names[-1])
         assert watched.look()
     assert names[-1] not in watched.callers
-    keys.make(registry.home / "web", Role.CLIENT)
+    keys.create(registry.home / "web", Role.CLIENT)
     assert watched.look()
     assert "web" in watched.callers
 

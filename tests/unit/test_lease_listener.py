@@ -38,7 +38,7 @@ def test_a_wake_up_while_the_database_is_away_makes_one_attempt(
         raise LogUnavailableError("it is away")
 
     monkeypatch.setattr(standby, "connect", connect)
-    listener = standby.LeaseListener(Address.of(f"//?host={tmp_path}&dbname=immortal#shop"))
+    listener = standby.LeaseListener(Address.parse(f"//?host={tmp_path}&dbname=immortal#shop"))
     is_made.set()
     try:
         assert [attempts.get(timeout=30.0), attempts.get(timeout=30.0)] == [False, False]

@@ -26,17 +26,17 @@ def conversation(span_max: int = SPAN_MAX, **limits: int) -> LinkState:
 def test_a_reply_is_kept_until_its_sender_has_it() -> None:
     talk = conversation()
     for message_id in (1, 2, 3):
-        assert talk.see(message_id, 1) == Arrival.FIRST
-        talk.keep_reply(message_id, 10 + message_id, (b"x" * message_id,))
-    assert talk.see(2, 1) == Arrival.DUPLICATE
-    assert talk.see(5, 1) == Arrival.EARLY
+        assert talk.mark_received(message_id, 1) == Arrival.FIRST
+        talk.store_reply(message_id, 10 + message_id, (b"x" * message_id,))
+    assert talk.mark_received(2, 1) == Arrival.DUPLICATE
+    assert talk.mark_received(5, 1) == Arrival.EARLY
     assert talk.replies[2].parts == (b"xx",)
     assert talk.replies[2].destination_callback_id == 12
     assert talk.replies_size_bytes == 6 + 3 * REPLY_OVERHEAD_BYTES
-    talk.see(4, 3)
+    talk.mark_received(4, 3)
     assert list(talk.replies) == [3]
     assert talk.replies_size_bytes == 3 + REPLY_OVERHEAD_BYTES
-    talk.see(10**18, 10**18)
+    talk.mark_received(10**18, 10**18)
     assert talk.replies == {}
     assert talk.replies_size_bytes == 0
 
@@ -44,19 +44,19 @@ def test_a_reply_is_kept_until_its_sender_has_it() -> None:
 def test_a_reply_whose_message_is_the_lowest_pending_one_is_kept_also_where_few_are() -> None:
     talk = conversation()
     for message_id in (1, 2, 3):
-        talk.see(message_id, 1)
-    talk.keep_reply(3, 13, (b"x",))
-    talk.see(4, 3)
+        talk.mark_received(message_id, 1)
+    talk.store_reply(3, 13, (b"x",))
+    talk.mark_received(4, 3)
     assert list(talk.replies) == [3]
-    talk.see(5, 5)
+    talk.mark_received(5, 5)
     assert talk.replies == {}
 
 
 def test_a_reply_that_nobody_can_ask_for_is_not_kept() -> None:
     talk = conversation()
-    talk.see(1, 1)
-    talk.see(2, 2)
-    talk.keep_reply(1, 0, (b"x",))
+    talk.mark_received(1, 1)
+    talk.mark_received(2, 2)
+    talk.store_reply(1, 0, (b"x",))
     assert talk.replies == {}
     assert talk.replies_size_bytes == 0
 
@@ -64,12 +64,12 @@ def test_a_reply_that_nobody_can_ask_for_is_not_kept() -> None:
 def test_beyond_the_limit_the_oldest_bytes_are_let_go_but_not_that_there_was_a_reply() -> None:
     talk = conversation(replies_size_bytes_max=10 + 4 * REPLY_OVERHEAD_BYTES)
     for message_id in (1, 2, 3, 4):
-        talk.see(message_id, 1)
-    talk.keep_reply(2, 22, (b"x" * 4,))
-    talk.keep_reply(1, 21, ())
-    talk.keep_reply(3, 23, (b"x" * 4,))
+        talk.mark_received(message_id, 1)
+    talk.store_reply(2, 22, (b"x" * 4,))
+    talk.store_reply(1, 21, ())
+    talk.store_reply(3, 23, (b"x" * 4,))
     assert talk.replies_size_bytes == 8 + 3 * REPLY_OVERHEAD_BYTES
-    talk.keep_reply(4, 24, (b"x" * 4,))
+    talk.store_reply(4, 24, (b"x" * 4,))
     assert talk.replies[2].kind == Kind.REPLY_EXPIRED
     assert talk.replies[2].destination_callback_id == 22
     assert talk.replies[1].parts == ()
@@ -94,12 +94,12 @@ def test_what_was_let_go_is_not_gone_through_again() -> None:
     talk.replies = counted = Counted()
     count = 300
     for message_id in range(1, count + 1):
-        talk.see(message_id, 1)
-        talk.keep_reply(message_id, 0, (b"x",))
+        talk.mark_received(message_id, 1)
+        talk.store_reply(message_id, 0, (b"x",))
     assert len(counted) == count
     assert sum(reply.kind == Kind.REPLY for reply in counted.values()) == 0
     assert counted.looked_at <= 2 * count
-    talk.see(count + 1, count + 1)
+    talk.mark_received(count + 1, count + 1)
     assert (talk.replies, talk.replies_size_bytes, len(talk._unexpired)) == ({}, 0, 0)
 
 
@@ -107,10 +107,10 @@ def test_a_sender_that_never_acknowledges_cannot_make_it_grow() -> None:
     talk = conversation(span_max=100)
     refused = 0
     for message_id in range(1, 1000):
-        sighting = talk.see(message_id, 1)
+        sighting = talk.mark_received(message_id, 1)
         refused += sighting == Arrival.REFUSED
         if sighting == Arrival.FIRST:
-            talk.keep_reply(message_id, 0, ())
+            talk.store_reply(message_id, 0, ())
     assert len(talk.replies) == 100
     assert refused == 899
 
@@ -140,7 +140,7 @@ def test_links_are_apart_and_the_one_unused_for_longest_is_forgotten() -> None:
 def test_no_peer_makes_the_links_of_another_be_forgotten() -> None:
     inbox = Inbox()
     honest = inbox.link(1, 1, "alice")
-    honest.see(1, 1)
+    honest.mark_received(1, 1)
     for incarnation in range(2, 3 * PEER_LINKS_MAX):
         inbox.link(incarnation, 1, "mallory")
     assert len(inbox) == 1 + PEER_LINKS_MAX
@@ -150,12 +150,12 @@ def test_no_peer_makes_the_links_of_another_be_forgotten() -> None:
 def test_what_the_replies_of_one_peer_take_is_bounded_over_all_its_links() -> None:
     inbox = Inbox()
     honest = inbox.link(1, 1, "alice")
-    honest.keep_reply(1, 0, (b"kept",))
+    honest.store_reply(1, 0, (b"kept",))
     reply = bytes(1 << 20)
     for incarnation in range(2, 20):
         talk = inbox.link(incarnation, 1, "mallory")
         for message_id in range(1, 9):
-            talk.keep_reply(message_id, 0, (reply,))
+            talk.store_reply(message_id, 0, (reply,))
     kept = {id(talk): talk for talk in inbox._caches["mallory"].links.values()}
     assert sum(talk.replies_size_bytes for talk in kept.values()) <= PEER_REPLIES_SIZE_BYTES_MAX + 9 * len(reply)
     assert inbox.link(1, 1, "alice").replies[1].parts == (b"kept",)
@@ -163,7 +163,7 @@ def test_what_the_replies_of_one_peer_take_is_bounded_over_all_its_links() -> No
 
 def test_a_callback_is_kept_for_one_message_and_counts_with_the_replies() -> None:
     talk = conversation()
-    assert talk.keep_callback(5, print)
+    assert talk.store_callback(5, print)
     assert talk.replies_size_bytes == talk.stored.size_bytes == CALLBACK_OVERHEAD_BYTES
     assert talk.pop_callback(6) is None
     assert talk.pop_callback(5) is print
@@ -174,8 +174,8 @@ def test_a_callback_is_kept_for_one_message_and_counts_with_the_replies() -> Non
 def test_beyond_the_limit_the_oldest_callback_is_let_go() -> None:
     talk = conversation()
     for callback_id in range(1, CALLBACKS_MAX + 1):
-        assert talk.keep_callback(callback_id, print)
-    assert not talk.keep_callback(CALLBACKS_MAX + 1, print)
+        assert talk.store_callback(callback_id, print)
+    assert not talk.store_callback(CALLBACKS_MAX + 1, print)
     assert (talk.pop_callback(1), talk.pop_callback(2)) == (None, print)
     assert len(talk.callbacks) == CALLBACKS_MAX - 1
     assert talk.replies_size_bytes == (CALLBACKS_MAX - 1) * CALLBACK_OVERHEAD_BYTES
@@ -186,6 +186,6 @@ def test_what_the_callbacks_of_one_peer_take_is_bounded_with_its_replies(monkeyp
     inbox = Inbox()
     for link_id in range(1, 8):
         for callback_id in range(4):
-            inbox.link(1, link_id, "mallory").keep_callback(callback_id, print)
+            inbox.link(1, link_id, "mallory").store_callback(callback_id, print)
     kept = inbox._caches["mallory"].links.values()
     assert sum(len(talk.callbacks) for talk in kept) <= 10 + 4

@@ -75,18 +75,18 @@ def run(
         heapq.heappush(under_way, (now_ns + reply_ns, next(numbers), "app", (message_id, 0, 0), b""))
 
     def arrive(message_id: int, lowest_pending_id: int, skipped_count: int) -> None:
-        arrival = link.see(message_id, lowest_pending_id, skipped_count)
+        arrival = link.mark_received(message_id, lowest_pending_id, skipped_count)
         if arrival == Arrival.FIRST:
             give(message_id)
         elif arrival == Arrival.EARLY and not reports:
             link.window.lose(message_id)
         elif arrival == Arrival.EARLY:
-            assert link.keep_early(message_id, message_id, (b"x",))
+            assert link.store_early(message_id, message_id, (b"x",))
         elif message_id in link.replies or message_id >= link.window.lowest_pending_id:
             answer(message_id, replied=message_id in link.replies)
         if reports and arrival != Arrival.DUPLICATE and link.window.is_missing(message_id - skipped_count - 1):
             answer(message_id, replied=False)
-        for early in link.take_early():
+        for early in link.pop_early():
             give(early)
 
     while len(box):
@@ -100,7 +100,7 @@ def run(
             if to == "receiver":
                 arrive(*fields)
             elif to == "app":
-                link.keep_reply(fields[0], 0, ())
+                link.store_reply(fields[0], 0, ())
                 answer(fields[0], replied=True)
             else:
                 message_id, arrived_id, replied = fields

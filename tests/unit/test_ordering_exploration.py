@@ -38,7 +38,7 @@ def test_each_interleaving_keeps_the_order_where_runs_are_late(script: Script) -
 class MovesByItself(Ordering):
     """Who holds others up is moved without its sender, for which it may stand."""
 
-    def put_off(self, filed: QueuedRun) -> None:
+    def postpone(self, filed: QueuedRun) -> None:
         self._settle(filed.sender, filed.number, self.state.clock + 1)
         self._release()
 
@@ -54,7 +54,7 @@ class TickForgotten(Ordering):
 
 
 class UnblockBeforeSync(Ordering):
-    def _behind(self, sent: Sent) -> list[str]:
+    def _destinations_before_final(self, sent: Sent) -> list[str]:
         return []
 
 
@@ -71,9 +71,9 @@ class TiesByArrival(Ordering):
 
 
 class FinalInAnyOrder(Ordering):
-    def _finish(self, sent: Sent) -> None:
+    def _finalize(self, sent: Sent) -> None:
         self.state.last_final = 0  # of the run before: it is not looked at
-        super()._finish(sent)
+        super()._finalize(sent)
 
 
 class EarlyStanding(Ordering):

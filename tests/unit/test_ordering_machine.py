@@ -23,24 +23,24 @@ def test_a_sender_alone_estimates_right_from_its_second_run_on() -> None:
         number = sender.multicast(1, ["a", "b"], [[b"x"]])
         for name, message in sent(sender):
             assert isinstance(message, Propose)
-            {"a": a, "b": b}[name].proposed(message)
+            {"a": a, "b": b}[name].handle_propose(message)
         for name, machine in (("a", a), ("b", b)):
             ((_, proposed),) = sent(machine)
             assert isinstance(proposed, Proposed)
-            sender.received(name, proposed)
+            sender.handle_message(name, proposed)
         told = sent(sender)
         if is_first:
             assert told == [("b", Settle(number, 8))]
-            b.received("s", Settle(number, 8))
+            b.handle_message("s", Settle(number, 8))
             assert sent(b) == [("s", Settled(number))]
-            sender.received("b", Settled(number))
+            sender.handle_message("b", Settled(number))
             told = sent(sender)
         assert [type(message) for _, message in told] == [Commit, Commit]
         for name, message in told:
-            assert {"a": a, "b": b}[name].received("s", message)  # type: ignore[arg-type]
+            assert {"a": a, "b": b}[name].handle_message("s", message)  # type: ignore[arg-type]
         assert released(a) == released(b) == [[b"x"]]
-        a.executed()
-        b.executed()
+        a.note_executed()
+        b.note_executed()
     assert sender.is_idle
     assert a.is_idle
     assert b.is_idle
@@ -50,8 +50,8 @@ def test_a_destination_that_refuses_is_left_out() -> None:
     sender = Ordering("s")
     sender.multicast(1, ["a", "b"], [[b"x"]])
     sent(sender)
-    assert sender.received("b", Refused(1, "not you"))
-    assert sender.received("a", Proposed(1, 5))
+    assert sender.handle_message("b", Refused(1, "not you"))
+    assert sender.handle_message("a", Proposed(1, 5))
     assert sent(sender) == [("a", Commit(1, 5))]
 
 
@@ -69,18 +69,18 @@ def test_what_can_not_be_right_changes_nothing() -> None:
         ("a", Commit(1, 5)),  # it has sent nothing
         ("s", Settle(1, 5)),
     ]:
-        assert not sender.received(source, message)
-    assert sender.received("a", Proposed(1, 5))
-    assert not sender.received("a", Proposed(1, 6))  # twice
+        assert not sender.handle_message(source, message)
+    assert sender.handle_message("a", Proposed(1, 5))
+    assert not sender.handle_message("a", Proposed(1, 6))  # twice
     assert sender.save().sent == before.sent
 
     receiver = Ordering("r")
-    receiver.proposed(Propose(1, "s", 1, 9, [b"x"]))
+    receiver.handle_propose(Propose(1, "s", 1, 9, [b"x"]))
     sent(receiver)
-    assert not receiver.received("s", Commit(1, 8))  # below its own block
-    assert not receiver.received("t", Commit(1, 9))  # somebody else's
-    assert receiver.received("s", Commit(1, 9))
-    assert not receiver.received("s", Commit(1, 9))  # it is delivered
+    assert not receiver.handle_message("s", Commit(1, 8))  # below its own block
+    assert not receiver.handle_message("t", Commit(1, 9))  # somebody else's
+    assert receiver.handle_message("s", Commit(1, 9))
+    assert not receiver.handle_message("s", Commit(1, 9))  # it is delivered
 
 
 def test_a_run_to_one_needs_no_commit() -> None:
@@ -92,14 +92,14 @@ def test_a_run_to_one_needs_no_commit() -> None:
     assert isinstance(first, Propose)
     assert isinstance(second, Propose)
     assert (first.alone, second.alone) == (True, False)
-    a.proposed(first)
+    a.handle_propose(first)
     assert [type(one) for one in a.actions] == [Send, Release]
     ((_, proposed),) = sent(a)
     assert proposed == Proposed(1, 8)
-    a.proposed(second)
+    a.handle_propose(second)
     assert sent(a) == [("s", Proposed(2, 9))]
-    assert sender.received("a", Proposed(1, 8))
+    assert sender.handle_message("a", Proposed(1, 8))
     assert sent(sender) == []
     assert sender.state.standing == 1
-    assert sender.received("a", Proposed(2, 9))
+    assert sender.handle_message("a", Proposed(2, 9))
     assert sent(sender) == [("a", Commit(2, 9))]

@@ -21,7 +21,7 @@ class FakeLink:
         self.name = name
         self.problem = "a problem"
         self.sent: list[tuple[int, int, object]] = []
-        self.events: list[Event] = [Event(Pool.heard, (b"store", 0.0))]
+        self.events: list[Event] = [Event(Pool.ponged, (b"store", 0.0))]
         self.reaches = True
         self.closed = False
 
@@ -54,7 +54,9 @@ class Made:
         self.names = list(names)
         self.refused: set[str] = set()
         self.links: dict[str, FakeLink] = {}
-        self.driver = Driver(lambda: self.names, self.link, policy, "me", keeps_replies=keeps_replies, looks_again=True)
+        self.driver = Driver(
+            lambda: self.names, self.link, policy, "me", keeps_replies=keeps_replies, polls_servers=True
+        )
         self.driver.process()
 
     def link(self, name: str) -> FakeLink:
@@ -73,7 +75,7 @@ class Made:
         self.driver.process()
 
     def look_again(self) -> None:
-        self.driver._look_due_s = 0.0
+        self.driver._refresh_due_s = 0.0
         self.driver.process()
 
 
@@ -134,7 +136,7 @@ def test_a_client_with_an_id_of_its_own_settles_nothing() -> None:
 
 def test_what_is_said_of_one_that_is_given_up() -> None:
     made = Made("a", "b")
-    made.links["b"].events.append(Event(Pool.heard, (b"store", 0.0)))
+    made.links["b"].events.append(Event(Pool.ponged, (b"store", 0.0)))
     pending = made.ask(b"1", timeout_s=0.0)
     assert isinstance(pending.outcome, GaveUp)
     assert pending.outcome.reason == (

@@ -49,7 +49,7 @@ def test_it_is_looked_up_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (home / "bank-3.toml").write_text('peer = "tcp://127.0.0.1:1"\n')
         (home / "bank-1.toml").unlink()
         with calls._shell.lock:
-            calls._shell.machine._look_due_s = 0.0
+            calls._shell.machine._refresh_due_s = 0.0
             calls._shell.machine.process()
         assert sorted(calls.servers) == ["bank-2", "bank-3"]
 

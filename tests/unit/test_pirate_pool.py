@@ -17,7 +17,7 @@ def live(*names: str, domain: bytes = STORE) -> Pool:
     pool = Pool(names, POLICY, 0.0)
     pool.actions(0.0)
     for name in names:
-        pool.heard(name, domain, 0.0, 0.0)
+        pool.ponged(name, domain, 0.0, 0.0)
     return pool
 
 
@@ -40,7 +40,7 @@ def test_a_server_gets_nothing_before_a_word_of_it() -> None:
     pool = Pool(["a", "b"], POLICY, 0.0)
     pool.submit(1, 30.0)
     assert pool.actions(0.0) == [Ping("a"), Ping("b")]
-    pool.heard("b", STORE, 0.0, 0.1)
+    pool.ponged("b", STORE, 0.0, 0.1)
     assert sends(pool.actions(0.1)) == [("b", 1)]
 
 
@@ -73,10 +73,10 @@ def test_the_only_server_is_tried_so_often_and_only_while_it_says_something() ->
     assert sends(pool.actions(0.0)) == [("a", 1)]
     assert sends(pool.actions(2.0)) == []  # timed out: it is asked for a word first
     assert pool.servers == {"a": State.DEAD}
-    pool.heard("a", STORE, 0.0, 2.1)
+    pool.ponged("a", STORE, 0.0, 2.1)
     assert sends(pool.actions(2.1)) == [("a", 1)]
     pool.actions(4.2)
-    pool.heard("a", STORE, 0.0, 4.3)
+    pool.ponged("a", STORE, 0.0, 4.3)
     assert sends(pool.actions(4.3)) == [("a", 1)]
     (end,) = given_up(pool.actions(6.4))
     assert end == GiveUp(1, Why.TRIES, {"a": 3}, AttemptHistory(STORE, ("a",)))
@@ -87,7 +87,7 @@ def test_of_several_each_is_tried_once() -> None:
     pool.submit(1, 30.0)
     assert sends(pool.actions(0.0)) == [("a", 1)]
     assert sends(pool.actions(2.0)) == [("b", 1)]
-    pool.heard("a", STORE, 0.0, 2.1)  # it is back, and was tried
+    pool.ponged("a", STORE, 0.0, 2.1)  # it is back, and was tried
     assert sends(pool.actions(2.1)) == []
     (end,) = given_up(pool.actions(4.0))
     assert (end.why, end.tries) == (Why.TRIES, {"a": 1, "b": 1})
@@ -99,7 +99,7 @@ def test_a_dead_server_that_was_not_tried_is_waited_for() -> None:
     pool.submit(1, 30.0)
     assert sends(pool.actions(0.0)) == [("a", 1)]
     assert given_up(pool.actions(2.0)) == []
-    pool.heard("b", STORE, 0.0, 20.0)
+    pool.ponged("b", STORE, 0.0, 20.0)
     assert sends(pool.actions(20.0)) == [("b", 1)]
 
 
@@ -120,7 +120,7 @@ def test_the_only_one_that_may_have_it_is_not_given_up_while_words_of_it_come() 
     pool.submit(1, 30.0)
     pool.actions(0.0)
     for second in range(1, 20):
-        pool.heard("a", STORE, 0.0, float(second))
+        pool.ponged("a", STORE, 0.0, float(second))
         assert pool.actions(float(second)) == []
     assert pool.next_deadline_s() == 20.0
     pool.actions(20.0)  # a word was heard at 19
@@ -133,7 +133,7 @@ def test_where_another_may_have_it_words_are_not_enough() -> None:
     pool = live("a", "b")
     pool.submit(1, 30.0, idempotent=True)
     assert sends(pool.actions(0.0)) == [("a", 1)]
-    pool.heard("a", STORE, 0.0, 1.0)
+    pool.ponged("a", STORE, 0.0, 1.0)
     assert sends(pool.actions(2.0)) == [("b", 1)]
 
 
@@ -169,7 +169,7 @@ def test_nothing_is_sent_to_a_dead_one_until_a_word_of_it() -> None:
     for number in (2, 3):
         pool.submit(number, 30.0)
     assert sends(pool.actions(2.2)) == [("b", 2)]
-    pool.heard("a", STORE, 0.0, 2.3)
+    pool.ponged("a", STORE, 0.0, 2.3)
     assert sends(pool.actions(2.3)) == [("a", 3)]
 
 
@@ -199,13 +199,13 @@ def test_who_is_silent_for_long_is_waited_for_no_more_but_pinged() -> None:
     pool.lost("b", 0.0)
     pool.actions(0.0)
     pool.actions(2.0)
-    pool.heard("a", STORE, 0.0, 59.9)
+    pool.ponged("a", STORE, 0.0, 59.9)
     assert given_up(pool.actions(59.9)) == []
     actions = pool.actions(60.0)
     assert pool.servers["b"] is State.REMOVED
     assert sends(actions) == [("a", 1)]  # the only one by now, so it is tried again
     assert pings(pool.actions(60.9)) == ["b"]
-    pool.heard("b", STORE, 0.0, 61.0)
+    pool.ponged("b", STORE, 0.0, 61.0)
     assert pool.servers["b"] is State.LIVE
 
 
@@ -219,9 +219,9 @@ def test_with_all_removed_a_request_fails_at_once() -> None:
 
 def test_who_answers_and_gets_nothing_done_is_not_readmitted() -> None:
     pool = live("a", "b")
-    pool.heard("a", STORE, 2.0, 0.5)
+    pool.ponged("a", STORE, 2.0, 0.5)
     assert pool.servers["a"] is State.DEAD
-    pool.heard("a", STORE, 0.1, 1.5)
+    pool.ponged("a", STORE, 0.1, 1.5)
     assert pool.servers["a"] is State.LIVE
 
 
@@ -244,19 +244,19 @@ def test_servers_come_and_go() -> None:
 def test_a_request_that_was_begun_stays_where_its_reply_is_found() -> None:
     pool = live("a")
     pool.update(["a", "b"], 0.0)
-    pool.heard("b", b"another store", 0.0, 0.0)
+    pool.ponged("b", b"another store", 0.0, 0.0)
     pool.submit(1, 30.0)
     assert sends(pool.actions(0.0)) == [("a", 1)]
     pool.lost("a", 0.1)
     assert sends(pool.actions(0.1)) == []
-    pool.heard("a", STORE, 0.0, 5.0)
+    pool.ponged("a", STORE, 0.0, 5.0)
     assert sends(pool.actions(5.0)) == [("a", 1)]
 
 
 def test_an_idempotent_one_goes_anywhere() -> None:
     pool = live("a")
     pool.update(["a", "b"], 0.0)
-    pool.heard("b", b"another store", 0.0, 0.0)
+    pool.ponged("b", b"another store", 0.0, 0.0)
     pool.submit(1, 30.0, idempotent=True)
     assert sends(pool.actions(0.0)) == [("a", 1)]
     pool.lost("a", 0.1)
@@ -267,7 +267,7 @@ def test_an_idempotent_one_goes_anywhere() -> None:
 def test_one_that_was_not_begun_goes_anywhere(how: str) -> None:
     pool = live("a")
     pool.update(["a", "b"], 0.0)
-    pool.heard("b", b"another store", 0.0, 0.0)
+    pool.ponged("b", b"another store", 0.0, 0.0)
     pool.submit(1, 30.0)
     assert sends(pool.actions(0.0)) == [("a", 1)]
     getattr(pool, how)("a", 1, 0.1)
@@ -277,7 +277,7 @@ def test_one_that_was_not_begun_goes_anywhere(how: str) -> None:
 def test_one_that_was_given_up_goes_on_where_it_may_have_been_begun() -> None:
     pool = live("a")
     pool.update(["a", "b"], 0.0)
-    pool.heard("b", b"another store", 0.0, 0.0)
+    pool.ponged("b", b"another store", 0.0, 0.0)
     pool.submit(1, 1.0)
     pool.actions(0.0)
     (end,) = given_up(pool.actions(1.0))

@@ -263,15 +263,15 @@ class Sink:
         self.states: list[str] = []
         self.member: ServiceProcess
 
-    def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
+    def write_line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
         self.said.append(text)
 
-    def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None: ...
+    def add_question(self, name: str, text: str, answer: Callable[[str], None]) -> None: ...
 
-    def ended(self, name: str, state: str) -> None:
+    def on_ended(self, name: str, state: str) -> None:
         self.said.append(f"ended: {state}")
 
-    def changed(self) -> None:
+    def on_changed(self) -> None:
         self.states.append(self.member.state_text)
 
 

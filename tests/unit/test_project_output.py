@@ -43,23 +43,23 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_have_names_and_control_characters_do_nothing() -> None:
     screen = Screen(terminal=False)
     console = Console(["till", "s"], screen, lambda: "never here")
-    console.line("s", "ready", "info", "12:00:00.000")
-    console.line("till", "a\x1b[2Jb")
+    console.write_line("s", "ready", "info", "12:00:00.000")
+    console.write_line("till", "a\x1b[2Jb")
     assert screen.since() == "s    | 12:00:00.000 info    ready\ntill | a\\x1b[2Jb\n"
 
 
 def test_colors_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR")
     screen = Screen()
-    Console(["s"], screen).line("s", "oh", "error", "12:00:00.000")
+    Console(["s"], screen).write_line("s", "oh", "error", "12:00:00.000")
     assert screen.since() == "\x1b[36ms |\x1b[0m \x1b[31m12:00:00.000 error   oh\x1b[0m\n"
 
 
 def test_the_states_stay_below() -> None:
     screen = Screen()
     console = Console(["s"], screen, lambda: "s ready")
-    console.changed()
-    console.line("s", "hello")
+    console.on_changed()
+    console.write_line("s", "hello")
     assert screen.since() == "s ready\r\x1b[2Ks | hello\ns ready"
 
 
@@ -68,16 +68,16 @@ def test_lines_wait_while_somebody_is_asked() -> None:
         screen = Screen()
         console = Console(["s", "t"], screen)
         answers: list[str] = []
-        console.asks("s", "(Pdb) ", answers.append)
-        console.line("t", "later")
+        console.add_question("s", "(Pdb) ", answers.append)
+        console.write_line("t", "later")
         console.interrupt("t", "now")
-        console.asks("t", "(other) ", answers.append)
+        console.add_question("t", "(other) ", answers.append)
         assert screen.since() == "s | (Pdb) \nt | now\ns | (Pdb) "
-        console.ended("s", "stopped")
+        console.on_ended("s", "stopped")
         assert screen.since() == "\nt | (other) "
         task = asyncio.create_task(console.ask("s", "[y]es, [n]o? ", "yn"))
         await asyncio.sleep(0)
-        console.ended("t", "stopped")
+        console.on_ended("t", "stopped")
         assert screen.since() == "\ns | [y]es, [n]o? "
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -91,11 +91,11 @@ def test_lines_wait_while_somebody_is_asked() -> None:
 def test_what_waits_is_bounded() -> None:
     screen = Screen()
     console = Console(["s"], screen)
-    console.asks("s", "(Pdb) ", lambda text: None)
+    console.add_question("s", "(Pdb) ", lambda text: None)
     for number in range(LINES_HELD_MAX + 2):
-        console.line("s", str(number))
+        console.write_line("s", str(number))
     screen.since()
-    console.ended("s", "stopped")
+    console.on_ended("s", "stopped")
     lines = screen.since().splitlines()
     assert lines[1:3] == ["... 2 lines are left out", "s | 2"]
     assert len(lines) == LINES_HELD_MAX + 2
@@ -106,7 +106,7 @@ def test_files_are_put_aside_and_read_as_one(tmp_path: Path) -> None:
     tail = Tail(tmp_path, "s")
     followed: list[str] = []
     for number in range(40):
-        files.line("s", f"line {number}", "info")
+        files.write_line("s", f"line {number}", "info")
         followed += tail.new_lines()
     files.close()
     assert [line.split()[-1] for line in followed] == [str(number) for number in range(40)]

@@ -15,7 +15,7 @@ from immortal.protocol.readers import Message, MessageReader, TooLargeRpc
 from immortal.protocol.varint import encode_zigzag
 from tests.helpers.effort import effort
 
-CHECKPOINT_ASKED = encode_message(MessageType.TAKE_CHECKPOINT)
+CHECKPOINT_REQUESTED = encode_message(MessageType.TAKE_CHECKPOINT)
 RPC_MAX = 2000
 
 
@@ -64,7 +64,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_split_gives_the_same_calls(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.sampled_from([0, 1, 30, 70, 900, RPC_MAX, 5000]), min_size=5, max_size=30))
     messages = [rpc(number, size) for number, size in enumerate(sizes)]
-    stream = rpc(999) + batch(*messages) + CHECKPOINT_ASKED + batch(rpc(1), rpc(2)) + CHECKPOINT_ASKED
+    stream = rpc(999) + batch(*messages) + CHECKPOINT_REQUESTED + batch(rpc(1), rpc(2)) + CHECKPOINT_REQUESTED
     cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=40)))
     found = flat(events(MessageReader(rpc_size_bytes_max=RPC_MAX), stream, cuts))
     kept = [event if isinstance(event, bytes) else type(event) for event in found[1 : 1 + len(messages)]]
@@ -107,7 +107,7 @@ def test_a_single_rpc_above_the_limit_is_passed_over(cuts: list[int]) -> None:
 )
 def test_what_is_wrong_with_a_large_batch_is_still_found(stream: bytes, error: str) -> None:
     with pytest.raises(RemoteProtocolError, match=error):
-        events(MessageReader(rpc_size_bytes_max=RPC_MAX), stream + CHECKPOINT_ASKED * 4, [])
+        events(MessageReader(rpc_size_bytes_max=RPC_MAX), stream + CHECKPOINT_REQUESTED * 4, [])
 
 
 def test_other_messages_keep_their_limit_and_a_stranger_s_are_not_taken_apart() -> None:

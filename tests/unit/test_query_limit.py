@@ -22,11 +22,11 @@ class Clock:
 
 
 def looking(limit: QueryLimit, ended: threading.Event) -> threading.Thread:
-    def look() -> None:
+    def check() -> None:
         while not ended.is_set():
-            limit.look()
+            limit.check()
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=check)
     thread.start()
     return thread
 
@@ -69,7 +69,7 @@ def test_one_that_ends_at_the_same_moment_is_over() -> None:
 
     def told_at_its_end() -> int:
         clock.now_s += 2.0
-        held_by(threading.Thread(target=lambda: limit_passed.append(limit.look())))
+        held_by(threading.Thread(target=lambda: limit_passed.append(limit.check())))
         return 5
 
     for _ in range(200):
@@ -86,7 +86,7 @@ from immortal.appsdk.running.time_limits import QueryLimit
 
 limit = QueryLimit(limit_s=0.0)
 try:
-    limit.run(limit.look)
+    limit.run(limit.check)
 except QueryTooLong:
     print("ended", end=" ")
 print(bdb.Bdb().runcall(lambda: 4))
@@ -123,21 +123,21 @@ def test_one_that_can_not_be_reached_ends_the_process_which_says_so() -> None:
 
     found: list[list[int]] = []
 
-    def look() -> None:
+    def check() -> None:
         """As the watchdog's thread: what it raises in the query comes once that goes on."""
         debugged[0] = True
         clock.now_s += 100.0
-        watchdog.look()
+        watchdog.check()
         found.append(ended.copy())
         debugged[0] = False
         clock.now_s += 1.0 + GRACE_S
-        watchdog.look()
+        watchdog.check()
         found.append(ended.copy())
         can_say[0] = True
-        watchdog.look()
+        watchdog.check()
 
     with pytest.raises(QueryTooLong):
-        limit.run(lambda: held_by(threading.Thread(target=look)))
+        limit.run(lambda: held_by(threading.Thread(target=check)))
     assert found == [[], []], "somebody looks at it; nobody would know what it was"
     assert ended == [EXIT_RECOVER]
     assert said[0][1] == MessageType.LEAVING or MessageType.LEAVING in said[0][:3]

@@ -36,7 +36,7 @@ def test_the_same_is_the_same_however_it_is_cut(
 ) -> None:
     witness = ReceiverComparison(iter(segments(then, then_first)))
     for batch in segments(now, now_first):
-        witness.made(*batch)
+        witness.compare_outputs(*batch)
     assert witness.difference is None
     common = min(then_first + sum(then), now_first + sum(now)) - 1
     both = common >= max(then_first, now_first)
@@ -51,7 +51,9 @@ def test_the_first_message_that_is_another_one_is_found(then: list[int], now: li
     position = 1
     for size in now:
         numbers = range(position, position + size)
-        witness.made(position, size, b"".join(message(each, b"!" if each in changed else b"") for each in numbers))
+        witness.compare_outputs(
+            position, size, b"".join(message(each, b"!" if each in changed else b"") for each in numbers)
+        )
         position += size
     first = min(changed)
     assert witness.difference == Difference(first, message(first), message(first, b"!"))
@@ -59,16 +61,16 @@ def test_the_first_message_that_is_another_one_is_found(then: list[int], now: li
 
 def test_impulses_which_only_the_receiver_has_are_passed_over() -> None:
     witness = ReceiverComparison(iter(segments([10])))
-    witness.made(*segment(1, 3))
-    witness.made(*segment(6, 5))  # 4 and 5 were impulses
+    witness.compare_outputs(*segment(1, 3))
+    witness.compare_outputs(*segment(6, 5))  # 4 and 5 were impulses
     assert witness.difference is None
     assert witness.compared_position == 10
 
 
 def test_what_the_receiver_has_not_is_no_difference() -> None:
     witness = ReceiverComparison(iter([segment(5, 2)]))
-    witness.made(1, 1, message(99))  # trimmed there
-    witness.made(*segment(5, 2))
-    witness.made(7, 1, message(99))  # not there yet
+    witness.compare_outputs(1, 1, message(99))  # trimmed there
+    witness.compare_outputs(*segment(5, 2))
+    witness.compare_outputs(7, 1, message(99))  # not there yet
     assert witness.difference is None
     assert witness.compared_position == 6

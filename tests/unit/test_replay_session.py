@@ -47,7 +47,7 @@ from immortal.replay.session import (
     Outputs,
     Phase,
     ReplaySession,
-    Tells,
+    VerdictFilter,
     VerdictGiven,
 )
 
@@ -94,7 +94,9 @@ def heard(session: ReplaySession, *data: bytes) -> list[Event]:
     return list(session.receive(b"".join(data)))
 
 
-def restored(summary: LogSummary = SUMMARY, route: Route = ROUTE, tells: Tells = lambda verdict: True) -> ReplaySession:
+def restored(
+    summary: LogSummary = SUMMARY, route: Route = ROUTE, tells: VerdictFilter = lambda verdict: True
+) -> ReplaySession:
     """A session whose app has said Hello and has its blob."""
     session = ReplaySession("counter", summary, route, tells)
     assert sent(session) == []
@@ -301,7 +303,7 @@ def test_outputs_go_on_from_the_checkpoint_with_their_origins_and_kept_impulses_
 
 def test_impulses_right_behind_the_checkpoint_come_first() -> None:
     session = restored(replace(SUMMARY, impulses=[ImpulseBatch(6, 1, b"kept", "b"), ImpulseBatch(1, 1, b"", "c")]))
-    assert list(session.begin()) == [KeptImpulses("b", 6, 1, b"kept"), KeptImpulses("c", 1, 1, b"")]
+    assert list(session.start()) == [KeptImpulses("b", 6, 1, b"kept"), KeptImpulses("c", 1, 1, b"")]
 
 
 def test_the_last_record_may_end_in_its_middle() -> None:

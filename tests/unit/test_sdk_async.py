@@ -532,7 +532,7 @@ def test_a_timer_that_is_due_while_the_instance_is_down_fires_once_when_it_is_ba
     two.pass_time(100)
     two.start("teller", Teller)
     assert log(two) == []
-    two.tell_time()
+    two.log_time()
     assert log(two) == ["looped"]
     two.crash("teller")
     two.pass_all_time()
@@ -545,9 +545,9 @@ def test_a_second_impulse_for_the_same_time_does_nothing(two: WaitingInstances) 
     due_ns = dispatcher.next_due_ns
     assert due_ns is not None
     two._time_ns = due_ns
-    dispatcher.tell_time(due_ns)
+    dispatcher.log_time(due_ns)
     assert dispatcher.next_due_ns is None  # it has been told
-    dispatcher.tell_time(due_ns)
+    dispatcher.log_time(due_ns)
     two.settle()
     assert two.app("teller").balance == 2
     assert (dispatcher.next_due_ns or 0) > due_ns
@@ -577,7 +577,7 @@ class Scheduled(Immortal):
 
 def test_schedules(tmp_path: Path) -> None:
     one = WaitingInstances(tmp_path, {"one": Scheduled})
-    one.tell_time()
+    one.log_time()
     assert one.app("one").runs == []
     for _ in range(3):
         one.pass_time(600)
@@ -587,7 +587,7 @@ def test_schedules(tmp_path: Path) -> None:
     one.kill("one")
     one.pass_time(5 * 3600)  # 30 times 10 minutes: made up for by one
     one.start("one", Scheduled)
-    one.tell_time()
+    one.log_time()
     assert len(one.app("one").runs) == 4
     assert one.app("one").awaited == 0
     one.pass_time(60)

@@ -255,7 +255,7 @@ def test_the_time_is_told_by_one_impulse_at_a_time() -> None:
     wire.give(logged(1, [call(12, 3)]))
     due_ns = wire.dispatcher.next_due_ns
     assert due_ns is not None
-    wire.dispatcher.tell_time(due_ns)
+    wire.dispatcher.log_time(due_ns)
     assert wire.dispatcher.next_due_ns is None
     wire.give(b"")
     assert wire.batches == [("", [(0, CLOCK_METHOD_ID, 2, [due_ns])])]
@@ -411,7 +411,7 @@ def test_a_signal_in_a_class_where_nobody_waits_is_kept() -> None:
 def test_impulses_of_the_sdk_count_as_the_apps_own() -> None:
     wire = Wire(Teller)
     impulses = wire.dispatcher.outbox.impulses
-    wire.dispatcher.tell_time(5)
+    wire.dispatcher.log_time(5)
     wire.give(b"")
     done: list[Callable[[], None]] = []
     impulses.accept(1)

@@ -261,7 +261,7 @@ def test_what_takes_long_is_said_of_the_handler_itself() -> None:
         @rpc
         async def work(self, seconds: int) -> None:
             await immortal.sleep(timedelta(seconds=seconds))
-            said.append(slow._app().dispatcher.records.now_handling)
+            said.append(slow._app().dispatcher.records.current_handling)
 
     with Environment(fail_alone=True) as env:
         slow = env.start(Slow, "slow")

@@ -57,7 +57,7 @@ class Sleeping(WaitingInstances):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, {"one": Sleeper})
         self.steps: list[ev.ClockMoved] = []
-        self.tell_time()
+        self.log_time()
 
     def tell_clock(self, *events: ev.ClockMoved) -> None:
         driven = self["one"].driven
@@ -69,7 +69,7 @@ class Sleeping(WaitingInstances):
         self._time_ns += by_ns
         self.steps.append(ev.ClockMoved(self._time_ns, 0, by_ns))
         self.tell_clock(self.steps[-1])
-        self.tell_time()
+        self.log_time()
 
     def crash_and_hear_of_it_again(self) -> None:
         self.crash("one")
@@ -148,7 +148,7 @@ def test_a_step_while_the_app_is_down_is_told_to_the_next(one: Sleeping) -> None
     one.steps.append(ev.ClockMoved(one._time_ns, 0, HOUR_NS))
     one.start("one", Sleeper)
     one.tell_clock(*one.steps)
-    one.tell_time()
+    one.log_time()
     one.pass_time(3599)
     assert one.woken == []
     one.pass_time(2)

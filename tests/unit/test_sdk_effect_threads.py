@@ -64,7 +64,7 @@ def test_what_was_not_begun_is_forgotten() -> None:
     threads.add("first")
     assert done.get(timeout=WAIT_S) == "first"
     threads.add("forgotten")
-    threads.forget_all()
+    threads.clear()
     threads.add("last")
     go.set()
     assert done.get(timeout=WAIT_S) == "last"

@@ -375,13 +375,13 @@ class Notifier(Immortal):
 
 
 def test_a_destination_that_refuses_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def proposed(self: Multicasts, propose: Propose) -> None:
+    def handle_propose(self: Multicasts, propose: Propose) -> None:
         if self._context.instance_name == "b":
             raise self._refused("not here")
         take(self, propose)
 
-    take = Multicasts.proposed
-    monkeypatch.setattr(Multicasts, "proposed", proposed)
+    take = Multicasts.handle_propose
+    monkeypatch.setattr(Multicasts, "handle_propose", handle_propose)
     for env in crash_everywhere(runs_max=effort(10), fail_alone=True):
         with env:
             books, senders = start(env)

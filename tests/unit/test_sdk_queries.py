@@ -543,7 +543,7 @@ def test_a_handler_that_takes_long_is_seen_while_it_is_a_query() -> None:
     class Slow(Immortal):
         @query(id=1)
         def look(self) -> int:
-            seen.append(dispatchers[0].records.now_handling)
+            seen.append(dispatchers[0].records.current_handling)
             return 1
 
     dispatchers: list[Dispatcher] = []

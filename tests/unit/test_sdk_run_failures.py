@@ -330,9 +330,9 @@ def test_a_task_of_a_queue_fails_alone(worker: Worker, name: str, kind: str) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_task_of_harmony_fails_alone(kind: str) -> None:
     results = Results("batch", 0)
-    results.do(throw, kind)
-    results.do(str.upper, "a")
-    response = results.take()
+    results.execute(throw, kind)
+    results.execute(str.upper, "a")
+    response = results.drain()
     assert (response.count, response.failures) == (2, {0: f"{kind}: enough"})
 
 
@@ -508,9 +508,9 @@ def test_so_they_do_for_workers(worker: Worker, kind: str) -> None:
     run = Run("batch", "picky", 0, 2, msgspec.msgpack.encode([{"kind": ""}, {"kind": kind}]))
     results = Results("batch", 0)
     for task in skill.tasks(run):
-        results.do(picky, task)
-    results.do(silent, "a")
-    failures = results.take().failures
+        results.execute(picky, task)
+    results.execute(silent, "a")
+    failures = results.drain().failures
     assert sorted(failures) == [1, 2]
     assert "enough" in failures[1]
 
@@ -524,9 +524,9 @@ def test_a_task_can_be_an_exception() -> None:
     run = Run("batch", "named", 0, 2, msgspec.msgpack.encode([msgspec.Raw(encode_value(TypeError("a task"))), 5]))
     found, misfit = function.tasks(run)
     results = Results("batch", 0)
-    results.do(named, found)
-    results.do(named, misfit)
-    response = results.take()
+    results.execute(named, found)
+    results.execute(named, misfit)
+    response = results.drain()
     assert msgspec.msgpack.decode(response.values)[0] == "a task"
     assert list(response.failures) == [1]
     assert response.failures[1].startswith("TypeError: the task is not what the function takes: ")

@@ -118,7 +118,7 @@ def test_what_is_no_schedule(arguments: list[Any], keywords: dict[str, Any], wor
 
 def test_it_runs_at_its_times_and_makes_up_for_missed_ones_once(tmp_path: Path) -> None:
     one = WaitingInstances(tmp_path, {"one": Nightly})  # it is a Tuesday, 22:13
-    one.tell_time()
+    one.log_time()
     for _ in range(3 * 24):
         one.pass_time(3600)
         one.crash("one")
@@ -128,7 +128,7 @@ def test_it_runs_at_its_times_and_makes_up_for_missed_ones_once(tmp_path: Path) 
     one.kill("one")
     one.pass_time(10 * 86_400)
     one.start("one", Nightly)
-    one.tell_time()
+    one.log_time()
     assert len(one.app("one").runs) == 4
     assert one.app("one").awaited == 4
     one.pass_time(86_400)
@@ -144,7 +144,7 @@ def test_what_runs_by_itself_is_told_with_its_next_run(tmp_path: Path) -> None:
         ("Nightly.later", "0 12 * * mon-fri (Europe/Berlin)", None),
         ("Nightly.hourly", "every 1h", None),
     ]
-    one.tell_time()
+    one.log_time()
     due_ns = {told["handler"]: told["due_ns"] for told in one.ask("one", ev.HandlersAsked, 0)["schedules"]}
     assert due_ns["Nightly.run"] == ns("2023-11-15T03:30:00Z")
     assert due_ns["Nightly.later"] == ns("2023-11-15T11:00:00Z")
@@ -154,7 +154,7 @@ def test_what_runs_by_itself_is_told_with_its_next_run(tmp_path: Path) -> None:
 
 def test_a_replay_does_not_work_times_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = WaitingInstances(tmp_path, {"one": Nightly})
-    one.tell_time()
+    one.log_time()
     one.pass_time(6 * 3600)
     schedules = dict(one["one"].dispatcher.tasks.clock.schedules)
     runs = one.app("one").runs
@@ -179,7 +179,7 @@ def test_what_the_log_knows_nothing_of_has_not_begun() -> None:
     handlers = definition_of(Nightly).handlers
     assert list(clock.schedules) == [handlers["hourly"].method_id]
     assert life.dispatcher.next_due_ns == 0
-    life.dispatcher.tell_time(START_TIME_NS)
+    life.dispatcher.log_time(START_TIME_NS)
     life.give(b"")
     (_, method_id, arguments) = life.output.calls[-1]
     assert method_id == CLOCK_METHOD_ID

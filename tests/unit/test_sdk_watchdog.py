@@ -23,7 +23,7 @@ class Watched:
         self.handling: Handling | None = None
         self.now_s = 0.0
         self.can_say = True
-        self.is_left = self.is_debugged = False
+        self.is_disconnected = self.is_debugged = False
         self.said: list[Handling] = []
         self.ended: list[int] = []
         self.warnings: list[str] = []
@@ -32,7 +32,7 @@ class Watched:
             self._say,
             limit,
             self.warnings.append,
-            lambda: self.is_left,
+            lambda: self.is_disconnected,
             self.ended.append,
             lambda: self.now_s,
             lambda: self.is_debugged,
@@ -47,8 +47,8 @@ class Watched:
     def pass_time(self, seconds: float) -> None:
         until_s = self.now_s + seconds
         while self.now_s < until_s:
-            self.now_s += time_limits.LOOK_INTERVAL_S
-            self.watchdog.look()
+            self.now_s += time_limits.CHECK_INTERVAL_S
+            self.watchdog.check()
 
 
 def test_handlers_that_come_back_are_not_told_of() -> None:
@@ -116,7 +116,7 @@ def test_beyond_its_limit_the_process_ends(capfd: pytest.CaptureFixture[str]) ->
 
 def test_one_whose_coordinator_has_left_is_not_waited_for() -> None:
     watched = Watched()
-    watched.is_left = True
+    watched.is_disconnected = True
     watched.pass_time(5)
     assert watched.ended == [], "between two handlers the app sees it itself"
     watched.handling = Handling(2, 0)
@@ -132,7 +132,7 @@ def test_a_handler_that_comes_back_as_the_coordinator_leaves_ends_nothing() -> N
     watched = Watched()
     watched.handling = Handling(2, 0)
     watched.pass_time(5)
-    watched.is_left = True
+    watched.is_disconnected = True
     watched.pass_time(1)
     watched.handling = None
     watched.pass_time(5)

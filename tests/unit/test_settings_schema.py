@@ -25,7 +25,7 @@ from immortal.coordinator.config import (
     settings_text,
 )
 from immortal.coordinator.config.schema import Setting, settings_of
-from immortal.coordinator.config.values import says, whole
+from immortal.coordinator.config.values import doc, whole
 from immortal.coordinator.instances.registry import Registry
 from scripts.docs_site.tables import with_tables
 
@@ -36,7 +36,7 @@ PEER = "tcp://127.0.0.1:7001"
 class Extended(InstanceSettings, frozen=True, kw_only=True):
     """The settings with one more."""
 
-    grace_s: Annotated[int, whole(1, 60, "seconds"), says("How long it waits before it gives up.")] = 5
+    grace_s: Annotated[int, whole(1, 60, "seconds"), doc("How long it waits before it gives up.")] = 5
 
 
 @pytest.fixture

@@ -385,7 +385,7 @@ def test_a_large_table_passes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
         assert held <= 50_000
         data = b"".join(loop.pending)[:size_bytes]
         with loop.lock:
-            loop.took(len(data))
+            loop.remove_sent(len(data))
         output.receive_data(data)
 
     life.dispatcher.receive_data(TAKE)
@@ -395,7 +395,7 @@ def test_a_large_table_passes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     loop.take_output()
     while loop.pending_size_bytes > 15_000:
         take(7_000)
-    assert not loop._coming  # so a message that changes rows can be handled
+    assert not loop._deferred  # so a message that changes rows can be handled
     take(15_000)
     (blob,) = output.blobs
     assert output.messages[-1].message_type == MessageType.LEAVING

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from immortal.appsdk.running.options import TIMINGS_VARIABLE, OptionError, run_options
-from immortal.coordinator.service.timing_notes import Arrived, Durable, Given, RowBuilder, Seen, Submitted
+from immortal.coordinator.service.timing_notes import Arrived, Durable, Given, Observation, RowBuilder, Submitted
 from immortal.protocol.record import decode_header, encode_record
 from immortal.protocol.timings import (
     APP,
@@ -224,7 +224,7 @@ def stream(first: int, count: int, name: str = "a") -> BatchSource:
 
 def test_batches_find_when_they_came() -> None:
     records, source = RowBuilder(), (int(BatchKind.STREAM), "a")
-    seen: list[Seen] = [
+    seen: list[Observation] = [
         Arrived(source, 2, 100),
         Arrived(source, 5, 200),
         Arrived(source, 5, 250),  # sent again
@@ -239,7 +239,7 @@ def test_batches_find_when_they_came() -> None:
         TimingRow(0, 5, TimingKind.ARRIVED, 200),
     ]
     records.add(submitted(2, 1, 600, stream(6, 1), stream(7, 1, "b")))
-    assert records.rest() == [
+    assert records.pop_rest() == [
         TimingRow(1, 0, TimingKind.COMMIT, 600, 0, 0),
         TimingRow(1, 0, TimingKind.ARRIVED, 320),  # a part of what came
     ]
@@ -257,7 +257,7 @@ def test_joined_commits_are_durable_together_and_records_come_in_order() -> None
         TimingRow(2, 0, TimingKind.COMMIT, 102, 200, 300),
     ]
     assert records.add(Given(1, 400)) == []  # to an app that recovers
-    assert records.rest() == [TimingRow(3, 0, TimingKind.COMMIT, 103, 0, 0)]
+    assert records.pop_rest() == [TimingRow(3, 0, TimingKind.COMMIT, 103, 0, 0)]
 
 
 # --- spans ------------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_lines_behind_it_are_those_that_set_what_it_uses() -> None:
     shelf = Shelf()
     watch = watched(shelf, lambda: shelf.take("tea"))
     assert text(watch) == "self.value = twice"
-    assert [line["text"] for line in watch.behind()] == [
+    assert [line["text"] for line in watch.lines_before()] == [
         "twice = number * 2",
         "self._set(self.left[item], count)",
         "count += self.items[-1]",
@@ -134,7 +134,7 @@ def test_behind_a_line_that_runs_often_each_place_is_shown_once() -> None:
             box.put(number)
         box.value = 50
 
-    assert [line["text"] for line in watched(box, action).behind()] == ["self.value = value"]
+    assert [line["text"] for line in watched(box, action).lines_before()] == ["self.value = value"]
 
 
 def test_lines_that_were_not_kept_make_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,4 +150,4 @@ def test_lines_that_were_not_kept_make_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     watch = watched(box, action)
     assert text(watch) == "box.value = number"
-    assert [line["text"] for line in watch.behind()] == ["self.value = value"]
+    assert [line["text"] for line in watch.lines_before()] == ["self.value = value"]

@@ -126,14 +126,14 @@ class Scene:
     def shadow(self, cls: type[Immortal], mark: Mark | None = None, begin_ns: int | None = None) -> Shadow:
         self.reader, mark = GrowingReader(self.shop), mark or Mark()
         one = Shadow(self.registry, self.reader, definition_of(cls), mark, begin_ns, self.told.append, note)
-        one.begin()
+        one.start()
         return one
 
     def follow(self, shadow: Shadow) -> list[Event]:
         """Let it compare what there is; return what it told since the last time."""
         while shadow.round() or shadow.round():
             pass
-        shadow.tell_progress()
+        shadow.report_progress()
         told, self.told[:] = self.told[:], []
         return told
 

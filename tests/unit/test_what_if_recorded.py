@@ -75,5 +75,5 @@ def test_messages_on_their_way_are_taken_in_order(lengths: list[int], batches: l
         assert is_there == (taken + count <= ends[-1])
         if is_there:
             taken += count
-            stream.take(taken)
+            stream.pop_until(taken)
     assert [at for run in stream.equal for at in run] == list(range(taken + 1, ends[-1] + 1))

@@ -136,9 +136,9 @@ def forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return bool(request.param)
 
 
-def screened(source: MemorySource, cls: type[Shop], *, goes_on: bool = True) -> tuple[Recorded, bool]:
+def screened(source: MemorySource, cls: type[Shop], *, continues: bool = True) -> tuple[Recorded, bool]:
     route = first_checkpoint(source, None)
-    return screen(source, route, definition_of(Shop), definition_of(cls), OUTSIDERS, goes_on=goes_on)
+    return screen(source, route, definition_of(Shop), definition_of(cls), OUTSIDERS, continues=continues)
 
 
 def all_found(source: MemorySource, cls: type[Shop]) -> list[RecordDifference]:
@@ -174,7 +174,7 @@ def test_code_that_ends_its_process_is_other_code(source: MemorySource, forks: b
 
 def test_the_logs_code_ends_at_a_difference_if_it_is_to(source: MemorySource) -> None:
     with pytest.raises(ReplayError, match="differs"):
-        screened(source, Greedy, goes_on=False)
+        screened(source, Greedy, continues=False)
 
 
 def test_changed_calls_are_found_and_the_recorded_inputs_go_on(source: MemorySource) -> None:

@@ -30,7 +30,7 @@ from immortal.appsdk.patterns.clone.model import (
     check_subtrees,
     covers,
 )
-from immortal.appsdk.patterns.clone.subscriber import Access, Counts, Options, Places, Replica, Subscriber, Told
+from immortal.appsdk.patterns.clone.subscriber import Access, Counts, Options, Places, Replica, RowChange, Subscriber
 from immortal.appsdk.patterns.clone.table import Table
 from immortal.protocol.process import register
 
@@ -58,15 +58,15 @@ class _Changes(Generic[V]):
         self._clone = clone
         self._timeout_s = timeout_s
         self._process_id = os.getpid()
-        self._waiting: deque[Told] = deque()
-        clone._listen(self)
+        self._waiting: deque[RowChange] = deque()
+        clone._add_listener(self)
 
-    def _rouse(self) -> None:
+    def _wake(self) -> None:
         """Note that changes have arrived, or none follow. The clone's thread calls it."""
 
     def close(self) -> None:
         """Stop keeping changes for this iterator."""
-        self._clone._forget(self)
+        self._clone._remove_listener(self)
 
 
 class Changes(_Changes[V]):
@@ -83,13 +83,13 @@ class Changes(_Changes[V]):
         """
         require_process(self._process_id, *_FORKED)
         clone, waiting = self._clone, self._waiting
-        with clone._shell.turned:
+        with clone._shell.processed:
             if not waiting and not clone._is_over:
-                clone._shell.turned.wait_for(lambda: bool(waiting) or clone._is_over, self._timeout_s)
-            told = clone._take(waiting)
-        if told is None:
+                clone._shell.processed.wait_for(lambda: bool(waiting) or clone._is_over, self._timeout_s)
+            change = clone._next_change(waiting)
+        if change is None:
             raise StopIteration
-        return clone._changed(told)
+        return clone._decoded(change)
 
     def __enter__(self) -> Changes[V]:
         return self
@@ -122,11 +122,11 @@ class _Follower:
             for one in news:
                 listener._waiting.extend(one.changes)
         if news or self.replica.ended:
-            self._rouse()
+            self._wake()
 
-    def _rouse(self) -> None:
+    def _wake(self) -> None:
         for listener in self.listeners:
-            listener._rouse()
+            listener._wake()
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
         return self.subscriber.sockets() if self._has_room else ()
@@ -141,7 +141,7 @@ class _Follower:
     def close(self) -> None:
         self.subscriber.close()
         self._context.term()
-        self._rouse()
+        self._wake()
 
 
 _NEWS_MAX = 100  # in one turn
@@ -177,9 +177,9 @@ class _Copy(Mapping[str, V]):
     def _wait_until_whole(self, follower: _Follower | None = None) -> None:
         """Wait for the first whole copy. Raises CloneError."""
         follower = follower or self._shell.machine
-        turned = self._shell.turned
-        with turned:
-            turned.wait_for(lambda: follower.replica.is_whole or self._is_over, self._timeout_s)
+        processed = self._shell.processed
+        with processed:
+            processed.wait_for(lambda: follower.replica.is_whole or self._is_over, self._timeout_s)
             if self._is_over:
                 self._raise()
             if not follower.replica.is_whole:
@@ -264,8 +264,8 @@ class Clone(_Copy[V]):
         """Wait until update ``number`` is in the copy. Raises TimeoutError, Ended."""
         timeout_s = self._timeout_s if timeout is None else timeout
         replica = self._replica
-        with self._shell.turned:
-            if not self._shell.turned.wait_for(lambda: replica.number >= number or self._is_over, timeout_s):
+        with self._shell.processed:
+            if not self._shell.processed.wait_for(lambda: replica.number >= number or self._is_over, timeout_s):
                 raise TimeoutError(f"update {number} has not come within {timeout_s:g} s: {self!r}")
             if replica.number < number:
                 self._raise()
@@ -290,7 +290,7 @@ class Clone(_Copy[V]):
 
     def delete(self, key: str, *, wait: bool = True) -> int:
         """Delete ``key``, even if it does not exist, and return the update's number. Options as in :meth:`put`."""
-        return self._write([_change(key, None, 0.0, gone=True)], wait=wait)
+        return self._write([_change(key, None, 0.0, is_deleted=True)], wait=wait)
 
     def update(self, values: Mapping[str, V], *, ttl: float = 0.0, wait: bool = True) -> int:
         """Set all keys of ``values`` or none, and return the last update's number. Options as in :meth:`put`."""
@@ -310,29 +310,29 @@ class Clone(_Copy[V]):
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
-    def _take(self, waiting: deque[Told]) -> Told | None:
+    def _next_change(self, waiting: deque[RowChange]) -> RowChange | None:
         """Take the next change; None if there is none. Raises Ended when no more can follow. The caller must hold the
         lock.
         """
         if waiting:
-            told = waiting.popleft()
+            change = waiting.popleft()
             if len(waiting) == CHANGES_WAITING_MAX // 2:
-                self._shell.rouse()
-            return told
+                self._shell.wake()
+            return change
         if self._shell.error is not None or (self._is_over and not self._shell.closing):
             self._raise()
         return None
 
-    def _changed(self, told: Told) -> Changed[V]:
-        key, number, value = told
+    def _decoded(self, change: RowChange) -> Changed[V]:
+        key, number, value = change
         return Changed(key, None if value is None else self._decode(value), number, value is None)
 
-    def _listen(self, changes: _Changes[V]) -> None:
+    def _add_listener(self, changes: _Changes[V]) -> None:
         follower = self._follower
         with self._shell.lock:
             follower.listeners.append(changes)
 
-    def _forget(self, changes: _Changes[V]) -> None:
+    def _remove_listener(self, changes: _Changes[V]) -> None:
         def forget(follower: _Follower) -> None:
             follower.listeners = [other for other in follower.listeners if other is not changes]
 
@@ -346,18 +346,18 @@ class Clone(_Copy[V]):
         shell = self._shell
         if shell.is_open:
             follower = shell.machine
-            with shell.turned:
+            with shell.processed:
                 if not (shell.closing or follower.replica.ended):
                     follower.subscriber.deactivate()
-                    shell.rouse()
-                    shell.turned.wait_for(lambda: follower.subscriber.has_ended or self._is_over, PART_S)
+                    shell.wake()
+                    shell.processed.wait_for(lambda: follower.subscriber.has_ended or self._is_over, PART_S)
         shell.close()
 
 
-def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
+def _change(key: str, value: Any, ttl: float, *, is_deleted: bool = False) -> Change:
     """Return a change of a key, with its value encoded. Raises ValueError, TypeError."""
     try:
-        encoded = None if gone else encode_value(value)
+        encoded = None if is_deleted else encode_value(value)
     except Exception as error:  # raised by a user's type in its encoding
         raise TypeError(f"key {key!r}: the value can't be encoded: {error}") from error
     change = Change(key, encoded, float(ttl))
@@ -374,13 +374,13 @@ class AsyncChanges(_Changes[V]):
     """
 
     def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         super().__init__(clone, timeout_s)
 
-    def _rouse(self) -> None:
+    def _wake(self) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._came.set)
+            self._loop.call_soon_threadsafe(self._arrived.set)
 
     def __aiter__(self) -> AsyncIterator[Changed[V]]:
         return self
@@ -388,16 +388,16 @@ class AsyncChanges(_Changes[V]):
     async def __anext__(self) -> Changed[V]:
         require_process(self._process_id, *_FORKED)
         while True:
-            self._came.clear()
+            self._arrived.clear()
             with self._clone._shell.lock:
-                told = self._clone._take(self._waiting)
+                change = self._clone._next_change(self._waiting)
                 is_over = self._clone._is_over
-            if told is not None:
-                return self._clone._changed(told)
+            if change is not None:
+                return self._clone._decoded(change)
             if is_over:
                 raise StopAsyncIteration
             try:
-                await asyncio.wait_for(self._came.wait(), self._timeout_s)
+                await asyncio.wait_for(self._arrived.wait(), self._timeout_s)
             except TimeoutError:
                 raise StopAsyncIteration from None
 
@@ -537,5 +537,5 @@ def connect(
     if writes:
         check_subtrees([writes])
     options = Options(check_subtrees(subtrees), window_bytes, mark_bytes, policy, label, writes=writes)
-    access = Access(table, reach, publishers, blocks=policy == "block")
+    access = Access(table, reach, publishers, prefers_blocking=policy == "block")
     return CloneConnector(access, of, options, timeout, connect_client(Table, table, timeout=timeout, **reach))

@@ -75,9 +75,9 @@ class Forwarder:
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # of the publication, which the thread that reports to the table reads
-        self._held: list[str] = []  # as last reported
+        self._reported_held_by: list[str] = []  # as last reported
         self._reports_all = True  # the next report has all streams
-        self._news = threading.Event()
+        self._report_due = threading.Event()
 
     @property
     def number(self) -> int:
@@ -87,24 +87,26 @@ class Forwarder:
     def stop(self) -> None:
         """Stop the forwarder, from any thread or a signal handler."""
         self._stopping = True
-        self._news.set()
+        self._report_due.set()
         os.eventfd_write(self._wake, 1)
 
     def run(self) -> None:
         """Publish until :meth:`stop`. Raises NotEntitled."""
         table = self._connector.__enter__()
-        telling = threading.Thread(target=self._tell, args=(table,), name=f"forwarder {self.id}", daemon=True)
-        telling.start()
+        reporter = threading.Thread(
+            target=self._report_streams, args=(table,), name=f"forwarder {self.id}", daemon=True
+        )
+        reporter.start()
         places = Places(self._access, table, only_tables=True)
         subscriber = Subscriber(self._context, self._replica, places.find, self._access.finder, time.monotonic())
         try:
             self._forward(subscriber)
         finally:
             self._stopping = True
-            self._news.set()
+            self._report_due.set()
             subscriber.close()
             self._publisher.close()
-            telling.join(2 * _CALL_S)
+            reporter.join(2 * _CALL_S)
             self._connector.__exit__(None, None, None)
             self._context.term()
 
@@ -121,10 +123,10 @@ class Forwarder:
                 holds = publisher.publishing is not None and bool(publisher.publishing.held_by)
                 news = subscriber.process(now_s, 0 if holds else 100)
                 for one in news:
-                    self._take(one)
+                    self._publish(one)
                 wait_s = min(publisher.turn(), max(0.0, subscriber.next_deadline_s() - now_s), PRESENCE_S)
                 if publisher.publishing is not None:
-                    self._look_for_news(publisher.publishing)
+                    self._wake_reporter(publisher.publishing)
             if self._replica.ended:
                 raise CloneError(f"{self._access.table!r} is not forwarded here: {self._replica.ended}")
             current = "" if self._replica.subtrees is not None else subscriber.problem
@@ -136,7 +138,7 @@ class Forwarder:
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
 
-    def _take(self, news: News) -> None:
+    def _publish(self, news: News) -> None:
         publisher, table = self._publisher, self._replica.table
         publishing = publisher.publishing
         if publishing is None or publishing.table != table or news.number < publishing.entries.number:
@@ -156,28 +158,28 @@ class Forwarder:
 
     # --- reports to the table ----------------------------------------------------------------------------------------
 
-    def _look_for_news(self, publishing: Publication) -> None:
+    def _wake_reporter(self, publishing: Publication) -> None:
         if len(publishing.left) > STREAMS_MAX:  # the table is unreachable
             publishing.left.clear()
             self._reports_all = True
-        if self._reports_all or publishing.joined or publishing.left or publishing.held_by != self._held:
-            self._news.set()
+        if self._reports_all or publishing.joined or publishing.left or publishing.held_by != self._reported_held_by:
+            self._report_due.set()
 
-    def _tell(self, table: Any) -> None:
+    def _report_streams(self, table: Any) -> None:
         """Report the streams to the table, in a separate thread, since the table can be unreachable."""
-        told = False
+        has_reported = False
         while not self._stopping:
-            self._news.wait(BEAT_S)
-            self._news.clear()
+            self._report_due.wait(BEAT_S)
+            self._report_due.clear()
             with self._lock:
                 publishing = self._publisher.publishing
-                if publishing is None or not (told or self._reports_all):
+                if publishing is None or not (has_reported or self._reports_all):
                     continue
                 begins, self._reports_all = self._reports_all, False
                 if begins:
                     publishing.joined, publishing.left = {}, []
                 joined, left = (publishing.present(), []) if begins else drain_presences(publishing)
-                self._held = held = publishing.held_by
+                self._reported_held_by = held = publishing.held_by
                 streams = len(publishing)
             place = Place(self.endpoint, self._identity, streams, may_block=self._blocking_s > 0)
             try:
@@ -187,7 +189,7 @@ class Forwarder:
                 for at in range(0, len(joined) or 1, PRESENCES_MAX):
                     page = joined[at : at + PRESENCES_MAX]
                     table.forwarder_says(self.id, place, page, left, held, begins and at == 0)
-                told = True
+                has_reported = True
             except CallRefused as error:
                 logger.error("forwarder %s: %r does not list it: %s", self.id, self._access.table, error)
             except (TableFull, ValueError) as error:

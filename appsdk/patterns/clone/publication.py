@@ -61,9 +61,9 @@ class Publication:
         self._count = 0  # of all streams so far
         self._walking: set[str] = set()  # streams with their own list of rows
         self.is_dirty = True  # flush() has work to do
-        self._beat_ns = 0
+        self._last_beat_ns = 0
         self._reported_ns = -SECOND_NS
-        self._recheck = False
+        self._rights_changed = False
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -72,7 +72,7 @@ class Publication:
     def held_by(self) -> list[str]:
         """Clients that hold up writers."""
         return [
-            f"{stream.asked.label or stream.name or 'a client'} ({stream.id})"
+            f"{stream.request.label or stream.name or 'a client'} ({stream.id})"
             for stream in self._streams.values()
             if stream.over_since_ns is not None
         ]
@@ -88,7 +88,7 @@ class Publication:
             apply(row)
             if row.key.startswith(_ENTITLED):
                 self._entitlements.set(row.key[len(_ENTITLED) :], _entitlement(row))
-                self._recheck = True
+                self._rights_changed = True
         self.entries.number = max(self.entries.number, number)
         self._views.add(rows, is_conflated=is_conflated)
         self.is_dirty = True
@@ -102,72 +102,72 @@ class Publication:
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
-    def take(self, route: bytes, name: str, request: frames.Request, now_ns: int) -> None:
+    def handle_request(self, route: bytes, name: str, request: frames.Request, now_ns: int) -> None:
         """Process a request of a client that shows the key of ``name``."""
         if isinstance(request, frames.Activate):
             self._activate(route, name, request, now_ns)
             return
         stream = self._streams.get(route)
         if isinstance(request, (frames.Received, frames.Ping, frames.Deactivate)):
-            if stream is None or stream.asked.stream != request.stream or stream.name != name:
+            if stream is None or stream.request.stream != request.stream or stream.name != name:
                 if isinstance(request, frames.Deactivate):
-                    self._say(route, frames.Deactivated(request.stream))
+                    self._send(route, frames.Deactivated(request.stream))
                 elif isinstance(request, frames.Ping):
-                    self._say(route, frames.Pong(0))
+                    self._send(route, frames.Pong(0))
                 return
-            stream.heard_ns = now_ns
+            stream.last_seen_ns = now_ns
             if not isinstance(request, frames.Deactivate):
                 self.is_dirty |= isinstance(request, frames.Received) or not stream.has_room
                 stream.received(request.total_bytes)
                 if isinstance(request, frames.Ping):
-                    self._say(route, frames.Pong(request.stream, stream.sent_bytes))
+                    self._send(route, frames.Pong(request.stream, stream.sent_bytes))
             else:
-                self._say(route, frames.Deactivated(request.stream))
-                self._forget(stream)
+                self._send(route, frames.Deactivated(request.stream))
+                self._remove_stream(stream)
             return
         if now_ns < self._reported_ns + REPORT_S * SECOND_NS:
             return  # the operator's tool asks again
         if not name or self._entitlements.may_relay(name) or not len(self._entitlements):
             self._reported_ns = now_ns
-            self._say(route, self.report())
+            self._send(route, self.report())
         else:
-            self._say(route, frames.Refused(0, f"{name!r} may not look at others", again=False))
+            self._send(route, frames.Refused(0, f"{name!r} may not look at others", again=False))
 
-    def _activate(self, route: bytes, name: str, asked: frames.Activate, now_ns: int) -> None:
+    def _activate(self, route: bytes, name: str, request: frames.Activate, now_ns: int) -> None:
         if (before := self._streams.get(route)) is not None:
-            self._forget(before)
+            self._remove_stream(before)
         try:
-            _check(asked, may_block=self._blocking_s > 0)
-            visible = self._visible(name, asked)
+            _check(request, may_block=self._blocking_s > 0)
+            visible = self._visible(name, request)
         except ValueError as error:
-            self._say(route, frames.Refused(asked.stream, str(error), again=False))
+            self._send(route, frames.Refused(request.stream, str(error), again=False))
             return
-        has_copy = asked.table == self.table and asked.number > 0
-        after = asked.number if has_copy and tuple(asked.had) == visible else EVERYTHING
-        if has_copy and asked.number > self.entries.number:
-            self._say(
+        has_copy = request.table == self.table and request.number > 0
+        after = request.number if has_copy and tuple(request.had) == visible else EVERYTHING
+        if has_copy and request.number > self.entries.number:
+            self._send(
                 route,
                 frames.Refused(
-                    asked.stream, f"update {asked.number} has not come here yet", again=True, is_behind=True
+                    request.stream, f"update {request.number} has not come here yet", again=True, is_behind=True
                 ),
             )
             return
         if len(self._streams) >= STREAMS_MAX:
             reason = f"there are {STREAMS_MAX} clients, which is as many as may be: ask another forwarder"
-            self._say(route, frames.Refused(asked.stream, reason, again=True))
+            self._send(route, frames.Refused(request.stream, reason, again=True))
             return
         self._count += 1
-        view = self._views.use(visible, self.entries.number)
-        stream = Stream(f"{self.name}.{self._count}", route, name, asked, view, after, now_ns)
+        view = self._views.acquire(visible, self.entries.number)
+        stream = Stream(f"{self.name}.{self._count}", route, name, request, view, after, now_ns)
         self._streams[route] = stream
-        self._say(route, frames.Activated(asked.stream, self.table, list(visible), self.entries.forgotten))
-        self.joined[stream.id] = Presence(stream.id, name, asked.label, self.name, visible)
+        self._send(route, frames.Activated(request.stream, self.table, list(visible), self.entries.forgotten))
+        self.joined[stream.id] = Presence(stream.id, name, request.label, self.name, visible)
         self.is_dirty = True
 
-    def lost(self, route: bytes) -> None:
+    def end_stream_of(self, route: bytes) -> None:
         """End the stream whose connection is gone."""
         if (stream := self._streams.get(route)) is not None:
-            self._forget(stream)
+            self._remove_stream(stream)
 
     def report(self) -> frames.Report:
         streams = [stream.report() for stream in self._streams.values()]
@@ -177,7 +177,7 @@ class Publication:
     def present(self) -> list[Presence]:
         """Return all present clients, for a table that has lost them."""
         return [
-            Presence(one.id, one.name, one.asked.label, self.name, one.view.visible) for one in self._streams.values()
+            Presence(one.id, one.name, one.request.label, self.name, one.view.visible) for one in self._streams.values()
         ]
 
     # --- time --------------------------------------------------------------------------------------------------------
@@ -185,21 +185,21 @@ class Publication:
     def flush(self, now_ns: int) -> None:
         """Send changes to the clients that have room, and apply the policies of slow ones."""
         self.is_dirty = False
-        if self._recheck:
-            self._recheck = False
+        if self._rights_changed:
+            self._rights_changed = False
             self._check_rights()
         number = self.entries.number
-        beat = now_ns - self._beat_ns >= BEAT_S * SECOND_NS
+        beat = now_ns - self._last_beat_ns >= BEAT_S * SECOND_NS
         if beat:
-            self._beat_ns = now_ns
+            self._last_beat_ns = now_ns
             since_ns = now_ns - int(SILENCE_S * SECOND_NS)
-            for stream in [one for one in self._streams.values() if one.heard_ns < since_ns]:
+            for stream in [one for one in self._streams.values() if one.last_seen_ns < since_ns]:
                 self.ended_silent += 1
                 self._end(stream, f"nothing was heard for {SILENCE_S:g} s", again=True)
         joining = {stream.view for stream in self._streams.values() if stream.is_waiting}
         for view in self._views:
             if beat or view in joining or view.pending:
-                view.cut(number)
+                view.encode_pending(number)
         for stream in list(self._streams.values()):
             self._advance(stream, now_ns)
         self._trim()
@@ -221,14 +221,14 @@ class Publication:
             self.is_dirty = True  # the next stream can walk
         if stream.is_waiting:
             self.is_dirty |= stream.has_room and len(self._walking) < WALKS_MAX
-        if stream.waiting_bytes > stream.asked.mark_bytes:
-            self._too_slow(stream, now_ns)
-        elif stream.over_since_ns is not None and stream.waiting_bytes <= stream.asked.mark_bytes // 2:
+        if stream.waiting_bytes > stream.request.mark_bytes:
+            self._apply_slow_policy(stream, now_ns)
+        elif stream.over_since_ns is not None and stream.waiting_bytes <= stream.request.mark_bytes // 2:
             stream.over_since_ns = None
 
-    def _too_slow(self, stream: Stream, now_ns: int) -> None:
+    def _apply_slow_policy(self, stream: Stream, now_ns: int) -> None:
         """Apply the policy of a stream whose waiting bytes exceed its high-water mark."""
-        policy = stream.asked.policy
+        policy = stream.request.policy
         if policy == "drop":
             stream.drop()
             return
@@ -238,7 +238,7 @@ class Publication:
             if now_ns - stream.over_since_ns < self._blocking_s * SECOND_NS and stream.waiting_bytes <= MARK_BYTES_MAX:
                 return
         self.ended_slow += 1
-        waiting_kib, mark_kib = stream.waiting_bytes >> 10, stream.asked.mark_bytes >> 10
+        waiting_kib, mark_kib = stream.waiting_bytes >> 10, stream.request.mark_bytes >> 10
         reason = f"too slow: {waiting_kib} KiB wait for it, its high-water mark is {mark_kib} KiB"
         if policy == "block":
             reason += f"; it held up others for {self._blocking_s:g} s"
@@ -248,27 +248,27 @@ class Publication:
         """Check all streams against new entitlements. A client that now sees another part gets all of it again."""
         for stream in list(self._streams.values()):
             try:
-                visible = self._visible(stream.name, stream.asked)
+                visible = self._visible(stream.name, stream.request)
             except ValueError as error:
                 self._end(stream, str(error), again=False)
                 continue
             if visible != stream.view.visible:
                 self._stop_walking(stream)
-                self._views.leave(stream.view)
-                stream.start_anew(self._views.use(visible, self.entries.number))
-                activated = frames.Activated(stream.asked.stream, self.table, list(visible), self.entries.forgotten)
-                self._say(stream.route, activated)
+                self._views.release(stream.view)
+                stream.restart(self._views.acquire(visible, self.entries.number))
+                activated = frames.Activated(stream.request.stream, self.table, list(visible), self.entries.forgotten)
+                self._send(stream.route, activated)
 
-    def _visible(self, name: str, asked: frames.Activate) -> tuple[str, ...]:
+    def _visible(self, name: str, request: frames.Activate) -> tuple[str, ...]:
         """Return the subtrees that a client gets. Raises ValueError if it may not have the stream."""
-        subtrees = check_subtrees(asked.subtrees)
-        visible = self._entitlements.visible(name, subtrees, relay=asked.relay)
+        subtrees = check_subtrees(request.subtrees)
+        visible = self._entitlements.visible(name, subtrees, relay=request.relay)
         who = repr(name) if name else "who shows no key"
-        if not visible and asked.relay:
+        if not visible and request.relay:
             raise ValueError(f"{who} is no forwarder here: entitle it with relay=True")
         if not visible:
             raise ValueError(f"{who} may see nothing of {', '.join(map(repr, subtrees)) or 'no subtree at all'}")
-        if asked.policy == "block" and not self._entitlements.may_block(name):
+        if request.policy == "block" and not self._entitlements.may_block(name):
             raise ValueError(
                 f"{who} may not hold up writers: ask for 'drop' or 'disconnect', or have it entitled with "
                 f"may_block=True"
@@ -279,7 +279,7 @@ class Publication:
         needed = {view: view.end for view in self._views}
         walking = set()
         for stream in self._streams.values():
-            needed[stream.view] = min(needed[stream.view], stream.needed)
+            needed[stream.view] = min(needed[stream.view], stream.first_needed)
             if stream.walk is not None:
                 walking.add(stream.view)
         for view, index in needed.items():
@@ -290,13 +290,13 @@ class Publication:
     # --- the end of a stream -----------------------------------------------------------------------------------------
 
     def _end(self, stream: Stream, reason: str, *, again: bool) -> None:
-        self._say(stream.route, frames.Finished(stream.asked.stream, reason, again))
-        self._forget(stream)
+        self._send(stream.route, frames.Finished(stream.request.stream, reason, again))
+        self._remove_stream(stream)
 
-    def _forget(self, stream: Stream) -> None:
+    def _remove_stream(self, stream: Stream) -> None:
         del self._streams[stream.route]
         self._stop_walking(stream)
-        self._views.leave(stream.view)
+        self._views.release(stream.view)
         if self.joined.pop(stream.id, None) is None:  # else it was never reported
             self.left.append(stream.id)
 
@@ -306,28 +306,28 @@ class Publication:
             self._walking.remove(stream.id)
             self.is_dirty = True
 
-    def _say(self, route: bytes, answer: frames.Answer) -> None:
+    def _send(self, route: bytes, answer: frames.Answer) -> None:
         self.outgoing.append((route, frames.encode(answer)))
         self.is_dirty = True
 
 
-def _check(asked: frames.Activate, *, may_block: bool) -> None:
+def _check(request: frames.Activate, *, may_block: bool) -> None:
     """Check a client's request for a stream. Raises ValueError."""
-    if not WINDOW_BYTES_MIN <= asked.window_bytes <= WINDOW_BYTES_MAX:
+    if not WINDOW_BYTES_MIN <= request.window_bytes <= WINDOW_BYTES_MAX:
         raise ValueError(
-            f"a window of {asked.window_bytes} bytes: {WINDOW_BYTES_MIN} to {WINDOW_BYTES_MAX} were expected"
+            f"a window of {request.window_bytes} bytes: {WINDOW_BYTES_MIN} to {WINDOW_BYTES_MAX} were expected"
         )
-    if not MARK_BYTES_MIN <= asked.mark_bytes <= MARK_BYTES_MAX:
+    if not MARK_BYTES_MIN <= request.mark_bytes <= MARK_BYTES_MAX:
         raise ValueError(
-            f"a high-water mark of {asked.mark_bytes} bytes: {MARK_BYTES_MIN} to {MARK_BYTES_MAX} were expected"
+            f"a high-water mark of {request.mark_bytes} bytes: {MARK_BYTES_MIN} to {MARK_BYTES_MAX} were expected"
         )
-    if len(asked.label.encode("utf-8", "surrogatepass")) > LABEL_SIZE_BYTES_MAX:
+    if len(request.label.encode("utf-8", "surrogatepass")) > LABEL_SIZE_BYTES_MAX:
         raise ValueError(f"a label of more than {LABEL_SIZE_BYTES_MAX} bytes")
-    if not asked.label.isprintable():
-        raise ValueError(f"label {asked.label!r}: printable text was expected")
-    if asked.number < 0:
-        raise ValueError(f"update {asked.number}: they are numbered from 1 on")
-    if asked.policy == "block" and not may_block:
+    if not request.label.isprintable():
+        raise ValueError(f"label {request.label!r}: printable text was expected")
+    if request.number < 0:
+        raise ValueError(f"update {request.number}: they are numbered from 1 on")
+    if request.policy == "block" and not may_block:
         raise ValueError("policy 'block': nobody may hold up writers here; ask for 'drop' or 'disconnect'")
 
 

@@ -77,7 +77,7 @@ class Publisher:
 
         def take(route: bytes, name: str, request: Request) -> None:
             if self.publishing is not None:
-                self.publishing.take(route, name, request, now_ns)
+                self.publishing.handle_request(route, name, request, now_ns)
             else:
                 refused = Refused(getattr(request, "stream", 0), "nothing is published here yet", True)
                 self._listener.send(route, encode(refused))
@@ -95,7 +95,7 @@ class Publisher:
             outgoing, self.publishing.outgoing = self.publishing.outgoing, []
             for route, data in outgoing:
                 if not self._listener.send(route, data):
-                    self.publishing.lost(route)
+                    self.publishing.end_stream_of(route)
             self._flushed_s = time.monotonic()
             busy_s = FLUSH_PAUSES * (self._flushed_s - now_s)
             self._pause_s = max(FLUSH_S_MIN, min(busy_s, FLUSH_S_MAX))
@@ -116,12 +116,12 @@ class Publisher:
 
 
 class Feed:
-    """Rows in transit from the table's handlers to its publisher. ``begun``: the table at the publisher's begin, set
-    by a handler.
+    """Rows in transit from the table's handlers to its publisher. ``initial_table``: the table at its start,
+    set by a handler.
     """
 
     def __init__(self) -> None:
-        self.begun: tuple[str, Entries] | None = None
+        self.initial_table: tuple[str, Entries] | None = None
         self.has_forwarders = False
         self._rows: deque[Sequence[Row]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -129,17 +129,17 @@ class Feed:
     def fileno(self) -> int:
         return self._wake
 
-    def begin(self, table: str, entries: Entries) -> None:
-        if self.begun is None:
-            self.begun = (table, entries.copy())
+    def start(self, table: str, entries: Entries) -> None:
+        if self.initial_table is None:
+            self.initial_table = (table, entries.copy())
             self._rows.clear()
         os.eventfd_write(self._wake, 1)
 
-    def put(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[Row]) -> None:
         self._rows.append(rows)
         os.eventfd_write(self._wake, 1)
 
-    def take(self) -> list[Row]:
+    def drain(self) -> list[Row]:
         """Take all rows that have arrived. The publisher can know some of them."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
@@ -171,40 +171,40 @@ def has_keys(home: Path, name: str) -> bool:
 
 
 class TablePublisher:
-    """Publisher of ``table``, one in the life of its process. ``says``: impulses to it. Raises CloneError."""
+    """Publisher of ``table``, one in the life of its process. ``table_impulses``: impulses to it. Raises CloneError."""
 
-    def __init__(self, table: Any, says: Any, listen: str, blocking_s: float) -> None:
+    def __init__(self, table: Any, table_impulses: Any, listen: str, blocking_s: float) -> None:
         self._name = name = table._immortal_context.instance_name
         secret_file = os.environ.get(_SECRET_FILE_VARIABLE)  # it is in the instance's folder in the registry folder
         home = home_of(Path(secret_file).absolute().parent.parent if secret_file else None)
         self._feed = _feeds[table._immortal_context.committer_id] = Feed()
         self._publisher = Publisher(listen, home=home, identity=name if has_keys(home, name) else "")
-        self._says = says
+        self._table_impulses = table_impulses
         self._blocking_s = blocking_s
-        self._said_held: list[str] = []
-        self._said_s = float("-inf")
+        self._reported_held_by: list[str] = []
+        self._reported_s = float("-inf")
 
     def run(self) -> None:
         """Publish until the process ends. Raises Disconnected."""
         publisher, feed = self._publisher, self._feed
-        self._says.publisher_begins(self._place(0))
+        self._table_impulses.publisher_begins(self._place(0))
         poll = select.poll()
         poll.register(publisher.fileno(), select.POLLIN)
         poll.register(feed.fileno(), select.POLLIN)
         while True:
-            self._take_rows()
+            self._publish_new_rows()
             wait_s = publisher.turn()
             if publisher.publishing is not None:
                 self._report(publisher.publishing, time.monotonic())
             poll.poll(1000 * min(wait_s, PRESENCE_S))
 
-    def _take_rows(self) -> None:
-        rows = self._feed.take()
+    def _publish_new_rows(self) -> None:
+        rows = self._feed.drain()
         publishing = self._publisher.publishing
         if publishing is None:
-            if self._feed.begun is None:
+            if self._feed.initial_table is None:
                 return
-            table, entries = self._feed.begun
+            table, entries = self._feed.initial_table
             key = secrets.token_hex(4)
             publishing = Publication(key, table, entries, blocking_s=self._blocking_s, owner=self._name)
             self._publisher.publishing = publishing
@@ -214,14 +214,14 @@ class TablePublisher:
     def _report(self, publishing: Publication, now_s: float) -> None:
         """Report to the table the clients that joined and left, and those that hold up writers."""
         held = publishing.held_by
-        has_news = publishing.joined or publishing.left or held != self._said_held
+        has_news = publishing.joined or publishing.left or held != self._reported_held_by
         pause_s = PRESENCE_S if has_news else BEAT_S
-        if now_s < self._said_s + pause_s or not (has_news or self._feed.has_forwarders):
+        if now_s < self._reported_s + pause_s or not (has_news or self._feed.has_forwarders):
             return
-        self._said_s = now_s
+        self._reported_s = now_s
         joined, left = drain_presences(publishing)
-        self._says.publisher_says(joined, left, held, self._place(len(publishing)))
-        self._said_held = held
+        self._table_impulses.publisher_says(joined, left, held, self._place(len(publishing)))
+        self._reported_held_by = held
 
     def _place(self, streams: int) -> Place:
         return Place(self._publisher.endpoint, "", streams, is_table=True, may_block=self._blocking_s > 0)

@@ -86,7 +86,7 @@ class View:
         self.first = 0  # index of the oldest kept part
         self.end_bytes = 0
         self.end_changes = 0
-        self._begin_bytes = 0  # total before the oldest part
+        self._dropped_bytes = 0  # total before the oldest part
         self._chunks: deque[Chunk] = deque()
         self.pending: list[Row] = []
         self._is_conflated = False
@@ -100,18 +100,18 @@ class View:
     def __getitem__(self, index: int) -> Chunk:
         return self._chunks[index - self.first]
 
-    def begin_bytes(self, index: int) -> int:
+    def bytes_before(self, index: int) -> int:
         """Return the bytes of all parts before ``index``."""
-        return self._begin_bytes if index <= self.first else self[index - 1].end_bytes
+        return self._dropped_bytes if index <= self.first else self[index - 1].end_bytes
 
     def add(self, row: Row, *, is_conflated: bool) -> None:
         self.pending.append(row)
         self._is_conflated |= is_conflated
 
-    def sees(self, key: str) -> bool:
+    def includes(self, key: str) -> bool:
         return any(covers(one, key) for one in self.visible)
 
-    def cut(self, number: int) -> None:
+    def encode_pending(self, number: int) -> None:
         """Encode all pending rows as parts, up to ``number``; an empty part if none is pending."""
         if number <= self.number and not self.pending:
             return
@@ -127,10 +127,10 @@ class View:
         self.pending = []
         self._is_conflated = False
 
-    def trim(self, needed: int) -> None:
-        """Drop parts before index ``needed``, except the last HISTORY_BYTES."""
-        while self.first < needed and self._chunks and self.end_bytes - self._begin_bytes > HISTORY_BYTES:
-            self._begin_bytes = self._chunks.popleft().end_bytes
+    def trim(self, first_needed: int) -> None:
+        """Drop parts before index ``first_needed``, except the last HISTORY_BYTES."""
+        while self.first < first_needed and self._chunks and self.end_bytes - self._dropped_bytes > HISTORY_BYTES:
+            self._dropped_bytes = self._chunks.popleft().end_bytes
             self.first += 1
         if self.snapshot is not None and self.snapshot.then < self.first:
             self.snapshot = None
@@ -139,12 +139,12 @@ class View:
         """Return the walk from ``after`` to now; nothing may be pending. If ``after`` is too old, it has everything."""
         rows = None if after == EVERYTHING else entries.since(after)
         if rows is not None:
-            return Walk([row for row in rows if self.sees(row.key)], after, self, shared=False)
+            return Walk([row for row in rows if self.includes(row.key)], after, self, shared=False)
         if self.snapshot is None:
             if self.visible == ALL:
                 seen = entries.everything()
             else:
-                seen = [row for row in entries.rows.values() if self.sees(row.key)]
+                seen = [row for row in entries.rows.values() if self.includes(row.key)]
             self.snapshot = Walk(seen, EVERYTHING, self, shared=True)
         return self.snapshot
 
@@ -159,7 +159,7 @@ class Views:
     def __iter__(self) -> Iterator[View]:
         return iter(self._views.values())
 
-    def use(self, visible: tuple[str, ...], number: int) -> View:
+    def acquire(self, visible: tuple[str, ...], number: int) -> View:
         """Return the view for one more stream. ``number``: the table's present update; a new view must lack no pending
         row.
         """
@@ -171,7 +171,7 @@ class Views:
         view.users += 1
         return view
 
-    def leave(self, view: View) -> None:
+    def release(self, view: View) -> None:
         view.users -= 1
         if view.users:
             return
@@ -202,23 +202,25 @@ class Stream:
     ``id``: its name in the whole tree of publishers. ``route``: of its client's connection.
     """
 
-    def __init__(self, key: str, route: bytes, name: str, asked: Activate, view: View, after: int, now_ns: int) -> None:
+    def __init__(
+        self, key: str, route: bytes, name: str, request: Activate, view: View, after: int, now_ns: int
+    ) -> None:
         self.id = key
         self.route = route
         self.name = name
-        self.asked = asked
+        self.request = request
         self.view = view
         self.after = after
-        self.heard_ns = now_ns
+        self.last_seen_ns = now_ns
         self.over_since_ns: int | None = None  # time at which it exceeded its high-water mark
         self._dropped = 0
-        self._told_changes: int | None = None  # count of its view's changes up to its place; None: nothing of this view
+        self._sent_changes: int | None = None  # count of its view's changes up to its place; None: nothing of this view
         self.walk: Walk | None = None
         self._next: int | None = None  # index of the view's part to send next
         self._part = 0  # index in the walk
         self.sent_bytes = 0
         self._received_bytes = 0
-        self._told_dropped = 0
+        self._reported_dropped = 0
 
     @property
     def is_waiting(self) -> bool:
@@ -227,15 +229,15 @@ class Stream:
 
     @property
     def has_room(self) -> bool:
-        return self.sent_bytes - self._received_bytes < self.asked.window_bytes
+        return self.sent_bytes - self._received_bytes < self.request.window_bytes
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes of the view that this stream has not been sent yet."""
-        return 0 if self._next is None else self.view.end_bytes - self.view.begin_bytes(self._next)
+        return 0 if self._next is None else self.view.end_bytes - self.view.bytes_before(self._next)
 
     @property
-    def needed(self) -> int:
+    def first_needed(self) -> int:
         """Index of the view's first part that the stream still needs. A walking stream needs none."""
         return self.view.end if self._next is None else self._next
 
@@ -246,19 +248,19 @@ class Stream:
     @property
     def dropped(self) -> int:
         """Number of changes that the stream does not get singly."""
-        told, waits = self._told_changes, self.is_waiting
+        told, waits = self._sent_changes, self.is_waiting
         return self._dropped + (self.view.end_changes - told if waits and told is not None else 0)
 
     def start(self, walk: Walk) -> None:
-        if self._told_changes is not None:
-            self._dropped += walk.then_changes - self._told_changes
-        self._told_changes = walk.then_changes
+        if self._sent_changes is not None:
+            self._dropped += walk.then_changes - self._sent_changes
+        self._sent_changes = walk.then_changes
         self.walk, self._part = walk, 0
 
-    def start_anew(self, view: View) -> None:
+    def restart(self, view: View) -> None:
         """Restart the stream with another view."""
         self.view, self.after = view, EVERYTHING
-        self._told_changes = None
+        self._sent_changes = None
         self.walk = self._next = None
         self.over_since_ns = None
 
@@ -269,9 +271,9 @@ class Stream:
 
     def pump(self, send: Send) -> None:
         """Send as many parts as there is room for."""
-        if self._dropped > self._told_dropped and self.has_room:
-            self._told_dropped = self._dropped
-            send(encode(Dropped(self.asked.stream, self._dropped)))
+        if self._dropped > self._reported_dropped and self.has_room:
+            self._reported_dropped = self._dropped
+            send(encode(Dropped(self.request.stream, self._dropped)))
         view = self.view
         while self.has_room:
             if self.walk is not None:
@@ -282,7 +284,7 @@ class Stream:
             elif self._next is not None and view.first <= self._next < view.end:
                 chunk = view[self._next]
                 self._next += 1
-                self.after, self._told_changes = chunk.number, chunk.end_changes
+                self.after, self._sent_changes = chunk.number, chunk.end_changes
                 data = chunk.data
             else:
                 if self._next is not None and self._next < view.first:
@@ -301,12 +303,12 @@ class Stream:
         return StreamReport(
             self.id,
             self.name,
-            self.asked.label,
+            self.request.label,
             self.view.visible,
-            self.asked.policy,
+            self.request.policy,
             self.sent_bytes - self._received_bytes,
             self.waiting_bytes,
-            self.asked.mark_bytes,
+            self.request.mark_bytes,
             self.dropped,
             state,
         )

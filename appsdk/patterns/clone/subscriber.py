@@ -50,7 +50,7 @@ FindPlaces = Callable[[bool], Sequence[Place]]
 # Copy of a part of a table, always equal to the table at one number. No I/O, no clock.
 
 
-Told = tuple[str, int, bytes | None]  # key, number, value; None: the key is gone
+RowChange = tuple[str, int, bytes | None]  # key, number, value; None: the key is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ class Counts:
 class News:
     """Changes of a completed part. ``whole``: set if the part replaced the copy."""
 
-    changes: Sequence[Told]
+    changes: Sequence[RowChange]
     number: int
-    whole: Sequence[Told] | None = None
+    whole: Sequence[RowChange] | None = None
     is_conflated: bool = False
 
 
@@ -108,29 +108,29 @@ class Replica:
         self.is_whole = False  # True when the present stream has completed the copy
         self.is_ahead = False  # True if the publisher refused it because the copy is newer
         self.stream = 0
-        self._had: tuple[str, ...] = ()  # the subtrees of the copy
-        self._told_table = ""
-        self._staged: list[Told] = []
+        self._copied_subtrees: tuple[str, ...] = ()  # the subtrees of the copy
+        self._stream_table = ""
+        self._staged: list[RowChange] = []
         self._staged_after: int | None = None
         self.received_bytes = 0
         self._acknowledged_bytes = 0
         self._dropped = 0  # of this stream
 
-    def activate(self, *, anew: bool = False) -> frames.Activate:
-        """Return the request for a new stream. ``anew``: from the beginning, as if there were no copy."""
+    def activate(self, *, from_start: bool = False) -> frames.Activate:
+        """Return the request for a new stream. ``from_start``: from the beginning, as if there were no copy."""
         self.stream += 1
         self.subtrees = None
         self.is_whole = False
         self._staged, self._staged_after = [], None
         self.received_bytes = self._acknowledged_bytes = self._dropped = 0
         options = self.options
-        table, number = ("", 0) if anew else (self.table, self.number)
+        table, number = ("", 0) if from_start else (self.table, self.number)
         return frames.Activate(
             self.stream,
             list(options.subtrees),
             table,
             number,
-            list(self._had),
+            list(self._copied_subtrees),
             options.window_bytes,
             options.mark_bytes,
             options.policy,
@@ -138,13 +138,13 @@ class Replica:
             options.relay,
         )
 
-    def take(self, answer: frames.Answer, size_bytes: int) -> News | bool:
+    def handle_answer(self, answer: frames.Answer, size_bytes: int) -> News | bool:
         """Process a publisher's answer of ``size_bytes``. Returns its changes, or True to request a stream again."""
         if isinstance(answer, frames.Part):
-            return self.subtrees is not None and self._part(answer, size_bytes)
+            return self.subtrees is not None and self._apply_part(answer, size_bytes)
         if isinstance(answer, frames.Activated):
             if answer.stream == self.stream:
-                self.subtrees, self._told_table, self.problem = tuple(answer.subtrees), answer.table, ""
+                self.subtrees, self._stream_table, self.problem = tuple(answer.subtrees), answer.table, ""
                 self.forgotten = answer.forgotten
                 self._staged, self._staged_after = [], None
         elif isinstance(answer, (frames.Refused, frames.Finished)) and answer.stream == self.stream:
@@ -159,12 +159,12 @@ class Replica:
             self._dropped = answer.count
         return False
 
-    def _part(self, part: frames.Part, size_bytes: int) -> News | bool:
+    def _apply_part(self, part: frames.Part, size_bytes: int) -> News | bool:
         self.received_bytes += size_bytes
         if self._staged_after is not None:
             follows = part.after == self._staged_after
         else:
-            follows = part.after == EVERYTHING or (part.after == self.number and self.table == self._told_table)
+            follows = part.after == EVERYTHING or (part.after == self.number and self.table == self._stream_table)
         if not follows:
             self.counts.holes += 1
             self.subtrees = None  # parts in flight follow this one, which is not used
@@ -173,7 +173,7 @@ class Replica:
             self._staged += part.changes
             self._staged_after = part.after
             return False
-        changes: Sequence[Told] = [*self._staged, *part.changes] if self._staged else part.changes
+        changes: Sequence[RowChange] = [*self._staged, *part.changes] if self._staged else part.changes
         self._staged, self._staged_after = [], None
         whole = None
         if part.after == EVERYTHING:
@@ -188,17 +188,17 @@ class Replica:
             if not self.is_whole:
                 self.counts.resumed += 1
         self.is_whole = True
-        self._had = self.subtrees or ()
+        self._copied_subtrees = self.subtrees or ()
         self.number = part.number
         return News(changes, part.number, whole, part.is_conflated)
 
-    def _replace(self, changes: Sequence[Told], number: int) -> list[Told]:
+    def _replace(self, changes: Sequence[RowChange], number: int) -> list[RowChange]:
         """Replace the copy and return the differences as changes."""
         self.counts.whole += 1
         before = self.values
-        self.table = self._told_table
+        self.table = self._stream_table
         self.values = {key: value for key, _, value in changes if value is not None}
-        gone: list[Told] = [(key, number, None) for key in before if key not in self.values]
+        gone: list[RowChange] = [(key, number, None) for key in before if key not in self.values]
         return [change for change in changes if before.get(change[0]) != change[2]] + gone
 
     def acknowledgement(self) -> int | None:
@@ -228,17 +228,17 @@ class Subscriber:
         self._finder_of = finder_of
         self._random = random.Random()  # noqa: S311 (so that not all clients retry at once)
         self._dealer = Dealer(context, _OPTIONS)
-        self._watch = self._dealer.watch
+        self._monitor = self._dealer.monitor
         self._connections = 0  # count at the last request for a stream
-        self._is_asked = False
-        self._heard_s = now_s
+        self._is_requested = False
+        self._last_received_s = now_s
         self._pinged_s = now_s
         self._unanswered = 0  # number of pings
-        self._is_sure = False  # True if all parts sent before the last ping have arrived
+        self._has_all_parts = False  # True if all parts sent before the last ping have arrived
         self._tries = 0
         self._next_try_s = now_s
         self._failed_until_s: dict[str, float] = {}  # by endpoint
-        self._behind_since_s: float | None = None
+        self._ahead_since_s: float | None = None
         self.has_ended = False
 
     @property
@@ -250,17 +250,17 @@ class Subscriber:
         """Return the sockets to wait for. They signal once: :meth:`process` takes all that has arrived, and can open
         others.
         """
-        return [self._dealer.socket, self._watch.socket] if self._dealer.is_open else []
+        return [self._dealer.socket, self._monitor.socket] if self._dealer.is_open else []
 
     def next_deadline_s(self) -> float:
         if not self._dealer.is_open:
             return self._next_try_s
         silence_s = SILENCE_S if self.replica.subtrees is not None else CONNECT_S
-        return min(self._pinged_s + self._pause_s, self._heard_s + silence_s)
+        return min(self._pinged_s + self._pause_s, self._last_received_s + silence_s)
 
     @property
     def _pause_s(self) -> float:
-        if self._is_sure and not self._unanswered:
+        if self._has_all_parts and not self._unanswered:
             return BEAT_S
         return float(min(BEAT_S, ASK_S * ASK_GROWTH ** min(self._unanswered, 10)))
 
@@ -274,7 +274,7 @@ class Subscriber:
             if now_s < self._next_try_s:
                 return found
             self._connect(now_s)
-        self._look(now_s)
+        self._check_connection(now_s)
         self._read(found, now_s, news_max)
         self._keep_alive(now_s, reads=news_max > 0)
         self._read(found, now_s, news_max)  # sending can have consumed the signal of an arrival
@@ -283,8 +283,8 @@ class Subscriber:
     def _read(self, found: list[News], now_s: float, news_max: int) -> None:
         while self._dealer.is_open and len(found) < news_max and self._dealer.has_unread():
             data = self._dealer.socket.recv(_NOBLOCK)
-            self._heard_s = now_s
-            if (news := self._received(data, now_s)) is not None:
+            self._last_received_s = now_s
+            if (news := self._handle_answer(data, now_s)) is not None:
                 found.append(news)
 
     # --- the connection ----------------------------------------------------------------------------------------------
@@ -302,11 +302,11 @@ class Subscriber:
             self.problem = str(error)
             self._retry(now_s)
             return
-        self._watch.problem = ""  # else it would be that of the earlier place
-        self._connections = self._watch.connections
+        self._monitor.problem = ""  # else it would be that of the earlier place
+        self._connections = self._monitor.connections
         self._endpoint = found.endpoints[0]
-        self._heard_s = self._pinged_s = now_s
-        self._is_asked = False
+        self._last_received_s = self._pinged_s = now_s
+        self._is_requested = False
 
     def close(self) -> None:
         self._dealer.close()
@@ -322,52 +322,52 @@ class Subscriber:
         self._tries += 1
         self._next_try_s = now_s + pause_s * (0.5 + self._random.random())
 
-    def _look(self, now_s: float) -> None:
+    def _check_connection(self, now_s: float) -> None:
         if not self._dealer.is_open:
             return
-        watch = self._watch
-        watch.look()
-        if self._is_asked and (not watch.is_up or watch.connections > self._connections):
-            self._is_asked = False  # a broken connection can have been restored
+        monitor = self._monitor
+        monitor.read_events()
+        if self._is_requested and (not monitor.is_up or monitor.connections > self._connections):
+            self._is_requested = False  # a broken connection can have been restored
             self.replica.subtrees = None
-            self._heard_s = now_s
-        if not self._is_asked and watch.is_up:
-            self._connections = watch.connections
-            self._ask(now_s)
-        elif watch.is_unreachable:
-            self.problem = f"{self._endpoint}: {watch.problem}"
+            self._last_received_s = now_s
+        if not self._is_requested and monitor.is_up:
+            self._connections = monitor.connections
+            self._request_stream(now_s)
+        elif monitor.is_unreachable:
+            self.problem = f"{self._endpoint}: {monitor.problem}"
             self._retry(now_s)
 
-    def _ask(self, now_s: float) -> None:
-        behind_since_s = self._behind_since_s
-        request = self.replica.activate(anew=behind_since_s is not None and now_s - behind_since_s > _BEHIND_S)
-        self._is_asked = self._say(request)
-        self._is_sure = False
-        if self._is_asked:
-            self._heard_s = self._pinged_s = now_s
+    def _request_stream(self, now_s: float) -> None:
+        behind_since_s = self._ahead_since_s
+        request = self.replica.activate(from_start=behind_since_s is not None and now_s - behind_since_s > _BEHIND_S)
+        self._is_requested = self._send(request)
+        self._has_all_parts = False
+        if self._is_requested:
+            self._last_received_s = self._pinged_s = now_s
             self._unanswered = 0
 
     def _keep_alive(self, now_s: float, *, reads: bool) -> None:
         if not self._dealer.is_open:
             return
         if not reads and self._dealer.has_unread():
-            self._heard_s = now_s
+            self._last_received_s = now_s
         asks = self.replica.subtrees is None
-        if now_s - self._heard_s >= (CONNECT_S if asks else SILENCE_S):
-            self.problem = f"{self._endpoint}: {self._watch.problem or 'it does not answer'}"
+        if now_s - self._last_received_s >= (CONNECT_S if asks else SILENCE_S):
+            self.problem = f"{self._endpoint}: {self._monitor.problem or 'it does not answer'}"
             self._retry(now_s)
         elif now_s - self._pinged_s >= self._pause_s:
             self._pinged_s = now_s
             self._unanswered += 1
-            self._say(frames.Ping(self.replica.stream, self.replica.received_bytes))
+            self._send(frames.Ping(self.replica.stream, self.replica.received_bytes))
 
-    def _say(self, request: frames.Request) -> bool:
+    def _send(self, request: frames.Request) -> bool:
         """Send a request; return False if there is no connection, or ZeroMQ has not completed it yet."""
         return self._dealer.send(frames.encode(request))
 
     # --- messages from the publisher ---------------------------------------------------------------------------------
 
-    def _received(self, data: bytes, now_s: float) -> News | None:
+    def _handle_answer(self, data: bytes, now_s: float) -> News | None:
         try:
             answer = frames.decode_answer(data)
         except RemoteProtocolError as error:
@@ -376,52 +376,52 @@ class Subscriber:
             return None
         if isinstance(answer, frames.Pong):
             self._unanswered = 0
-            self._pong(answer, now_s)
+            self._handle_pong(answer, now_s)
             return None
         if isinstance(answer, frames.Deactivated):
             self.has_ended = True
             return None
-        came = self.replica.take(answer, len(data))
+        came = self.replica.handle_answer(answer, len(data))
         if isinstance(came, News):
             self._tries = 0
-            self._behind_since_s = None
+            self._ahead_since_s = None
             self._acknowledge()
             return came
         if came:
-            self._again(now_s)
+            self._request_again(now_s)
         elif self.replica.ended:
             self.close()
         else:
             self._acknowledge()
         return None
 
-    def _pong(self, answer: frames.Pong, now_s: float) -> None:
+    def _handle_pong(self, answer: frames.Pong, now_s: float) -> None:
         """Request a stream again if it is lost, or if parts sent before this answer are lost."""
         replica = self.replica
         if answer.stream != replica.stream:
-            if replica.subtrees is not None or (self._is_asked and answer.stream == 0):
-                self._ask(now_s)  # the publisher has lost the stream, or never got the request
+            if replica.subtrees is not None or (self._is_requested and answer.stream == 0):
+                self._request_stream(now_s)  # the publisher has lost the stream, or never got the request
         elif replica.subtrees is None or answer.total_bytes > replica.received_bytes:
             replica.counts.holes += 1
-            self._ask(now_s)
+            self._request_stream(now_s)
         else:
-            self._is_sure = True
+            self._has_all_parts = True
 
     def _acknowledge(self) -> None:
         total_bytes = self.replica.acknowledgement()
         if total_bytes is not None:
-            self._say(frames.Received(self.replica.stream, total_bytes))
+            self._send(frames.Received(self.replica.stream, total_bytes))
 
-    def _again(self, now_s: float) -> None:
+    def _request_again(self, now_s: float) -> None:
         """Request a stream again after a hole, or after the publisher ended the stream."""
         if not self.replica.problem:
-            self._ask(now_s)
+            self._request_stream(now_s)
             return
         self.problem = f"{self._endpoint}: {self.replica.problem}"
         if not self.replica.is_ahead:
-            self._behind_since_s = None
-        elif self._behind_since_s is None:
-            self._behind_since_s = now_s
+            self._ahead_since_s = None
+        elif self._ahead_since_s is None:
+            self._ahead_since_s = now_s
         self._retry(now_s)
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ class Subscriber:
     def deactivate(self) -> None:
         """Request the end of the stream; ``has_ended`` turns True when it is acknowledged."""
         if self._dealer.is_open and self.replica.subtrees is not None:
-            self._say(frames.Deactivate(self.replica.stream))
+            self._send(frames.Deactivate(self.replica.stream))
         else:
             self.has_ended = True
 
@@ -442,13 +442,13 @@ class Access:
     """Options by which a client reaches a table and its publishers. ``reach``: of :func:`immortal.client.connect`.
 
     ``publishers``: endpoints, instead of those that the table names; ``NAME@tcp://...`` if they show NAME's keys.
-    ``blocks``: of the places that the table names, prefer those where clients can hold up writers.
+    ``prefers_blocking``: of the places that the table names, prefer those where clients can hold up writers.
     """
 
     table: str
     reach: ReachOptions
     publishers: Sequence[str] = ()
-    blocks: bool = False
+    prefers_blocking: bool = False
 
     def finder(self, place: Place) -> Finder:
         reach: ReachOptions = {**self.reach, "endpoints": (place.endpoint,)}
@@ -468,16 +468,16 @@ class Places:
     only_tables: bool = False
     _known: list[Place] = field(default_factory=list)
 
-    def find(self, anew: bool) -> Sequence[Place]:
+    def find(self, refresh: bool) -> Sequence[Place]:
         """Return the places of the publishers. Raises NotConnectable."""
         if self.access.publishers:
             return [_place(text) for text in self.access.publishers]
-        if self._known and not anew:
+        if self._known and not refresh:
             return self._known
         try:
             found = with_timeout(self.table, CONNECT_S).places()
             found = [place for place in found if place.is_table or not self.only_tables]
-            self._known = [place for place in found if place.may_block or not self.access.blocks] or found
+            self._known = [place for place in found if place.may_block or not self.access.prefers_blocking] or found
         except (CallTimeout, NotConnectable) as error:
             if not self._known:  # the table is unreachable; its known forwarders can still work
                 raise NotConnectable(str(error)) from None

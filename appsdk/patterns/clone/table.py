@@ -117,7 +117,7 @@ class Table(Immortal, roles=ROLES):
         now_ns = immortal.now_ns()
         with self._publishing() as rows:
             for change in changes:
-                self._change(rows, change.key, change.value, now_ns + round(change.ttl_s * 1e9) if change.ttl_s else 0)
+                self._set_row(rows, change.key, change.value, now_ns + round(change.ttl_s * 1e9) if change.ttl_s else 0)
         return Written(self.entries.number, not self._held_by())
 
     @rpc(raises=[ValueError, TableFull])
@@ -177,7 +177,7 @@ class Table(Immortal, roles=ROLES):
         if key not in self.entries.rows and sum(one.startswith(ENTITLED) for one in self.entries.rows) >= ENTITLED_MAX:
             raise TableFull(f"{ENTITLED_MAX} names are entitled, which is as many as may be")
         with self._publishing() as rows:
-            self._change(rows, key, encode(Entitlement(reduced, relay, may_block)), 0)
+            self._set_row(rows, key, encode(Entitlement(reduced, relay, may_block)), 0)
 
     @rpc
     def disentitle(self, name: str) -> bool:
@@ -186,7 +186,7 @@ class Table(Immortal, roles=ROLES):
         if key not in self.entries.rows:
             return False
         with self._publishing() as rows:
-            self._change(rows, key, None, 0)
+            self._set_row(rows, key, None, 0)
         return True
 
     # --- readers -----------------------------------------------------------------------------------------------------
@@ -228,15 +228,15 @@ class Table(Immortal, roles=ROLES):
         now_ns = immortal.now_ns()
         self.looked_ns = now_ns  # the table's down time makes nobody silent
         with self._publishing() as rows:
-            self._lose(rows, _OWN)
+            self._remove_streams(rows, _OWN)
         self.forwarders[_OWN] = Forwarding(place, self.listened_ns)
         feed = feed_of(self)
         if feed is not None:
-            feed.begin(str(self.table), self.entries)
+            feed.start(str(self.table), self.entries)
 
     @impulse
     def publisher_says(self, joined: list[Presence], left: list[str], held_by: list[str], place: Place) -> None:
-        self._hear(_OWN, place, joined, left, held_by)
+        self._apply_report(_OWN, place, joined, left, held_by)
 
     @rpc(raises=[TableFull, ValueError])
     def forwarder_says(
@@ -252,22 +252,24 @@ class Table(Immortal, roles=ROLES):
                 raise ValueError(f"{name!r} is no forwarder here: entitle it with relay=True")
         if begins:
             with self._publishing() as rows:
-                self._lose(rows, forwarder)
-        self._hear(forwarder, place, joined, left, held_by)
+                self._remove_streams(rows, forwarder)
+        self._apply_report(forwarder, place, joined, left, held_by)
 
     @rpc
     def forwarder_ends(self, forwarder: str) -> None:
         with self._publishing() as rows:
-            self._lose(rows, forwarder)
+            self._remove_streams(rows, forwarder)
         self.forwarders.pop(forwarder, None)
-        self._tell_room()
+        self._signal_room()
 
     @rpc
     def forwarder_known(self, forwarder: str) -> bool:
         """Return True if the forwarder is known, and so need not report all its streams."""
         return forwarder in self.forwarders
 
-    def _hear(self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str]) -> None:
+    def _apply_report(
+        self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str]
+    ) -> None:
         now_ns = immortal.now_ns()
         self.listened_ns += min(max(0, now_ns - self.looked_ns), int(BEAT_S * 1e9))
         self.looked_ns = now_ns
@@ -278,34 +280,34 @@ class Table(Immortal, roles=ROLES):
                 key = f"{PRESENT}/{one.stream}"
                 if key not in self.entries.rows:
                     known.streams.append(one.stream)
-                    self._change(rows, key, encode(one), 0)
+                    self._set_row(rows, key, encode(one), 0)
             gone = [stream for stream in left if f"{PRESENT}/{stream}" in self.entries.rows]
             for stream in gone:
-                self._change(rows, f"{PRESENT}/{stream}", None, 0)
+                self._set_row(rows, f"{PRESENT}/{stream}", None, 0)
             if gone:
                 ended = set(gone)
                 known.streams = [stream for stream in known.streams if stream not in ended]
         since_ns = self.listened_ns - int(LEASE_S * 1e9)
         for name in [name for name, one in self.forwarders.items() if one.heard_ns < since_ns and name != _OWN]:
             with self._publishing() as rows:
-                self._lose(rows, name)
+                self._remove_streams(rows, name)
             del self.forwarders[name]
-        self._tell_room()
+        self._signal_room()
         feed = feed_of(self)
         if feed is not None:
             feed.has_forwarders = len(self.forwarders) > 1
 
-    def _lose(self, rows: list[Row], forwarder: str) -> None:
+    def _remove_streams(self, rows: list[Row], forwarder: str) -> None:
         known = self.forwarders.get(forwarder)
         if known is not None:
             for stream in known.streams:
-                self._change(rows, f"{PRESENT}/{stream}", None, 0)
+                self._set_row(rows, f"{PRESENT}/{stream}", None, 0)
             known.streams, known.held_by = [], []
 
     def _held_by(self) -> list[str]:
         return [name for one in self.forwarders.values() for name in one.held_by]
 
-    def _tell_room(self) -> None:
+    def _signal_room(self) -> None:
         if self.waiting and not self._held_by():
             for wait in self.waiting:
                 immortal.signal(_room(wait))
@@ -336,10 +338,10 @@ class Table(Immortal, roles=ROLES):
         if rows:
             feed = feed_of(self)
             if feed is not None:
-                feed.put(rows)
+                feed.add(rows)
             self._set_alarm()
 
-    def _change(self, rows: list[Row], key: str, value: bytes | None, expires_ns: int) -> None:
+    def _set_row(self, rows: list[Row], key: str, value: bytes | None, expires_ns: int) -> None:
         row = Row(key, self.entries.number + 1, value, expires_ns)
         self.entries.apply(row)
         rows.append(row)
@@ -374,7 +376,7 @@ class Table(Immortal, roles=ROLES):
         self.alarm_ns = _LOOKS
         with self._publishing() as rows:
             for key in self.deadlines.take_due(now_ns, EXPIRED_MAX):
-                self._change(rows, key, None, 0)
+                self._set_row(rows, key, None, 0)
         self.alarm_ns = self.deadlines.next_ns()
         return max(1, self.alarm_ns - now_ns) if self.alarm_ns else 0
 

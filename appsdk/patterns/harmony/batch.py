@@ -172,7 +172,7 @@ class Ranges(msgspec.Struct):
         if start < stop:
             yield start, stop
 
-    def take(self, response: Response) -> list[Response]:
+    def add_results(self, response: Response) -> list[Response]:
         """Add the numbers of results, and return the new results."""
         stop = response.first + response.count
         new = [response.part(*gap) for gap in self.missing(response.first, stop)]
@@ -378,7 +378,7 @@ class Batch(msgspec.Struct):
     def is_complete(self) -> bool:
         return self.size is not None and self.done.covers(0, self.size)
 
-    def take(self, limit: int) -> TaskSlice | None:
+    def next_slice(self, limit: int) -> TaskSlice | None:
         """Take up to ``limit`` tasks that are not done; lost ones first."""
         for pieces in (self.lost, self.fresh):
             while pieces:
@@ -392,7 +392,7 @@ class Batch(msgspec.Struct):
                 return piece.part(start, stop)
         return None
 
-    def respond(self, response: Response) -> list[Response]:
+    def apply_results(self, response: Response) -> list[Response]:
         """Process results and return the new ones. Raises BatchError."""
         stop = response.first + response.count
         count = len(split(response.values, f"results from {response.first} on"))
@@ -401,26 +401,26 @@ class Batch(msgspec.Struct):
                 f"{count} results from {response.first} on came as {response.count}; of batch {response.batch!r} "
                 f"{self.put_count} tasks are known"
             )
-        new = self.done.take(response)
+        new = self.done.add_results(response)
         self.failed += sum(len(part.failures) for part in new)
         return new
 
-    def lose(self, batch: str, piece: TaskSlice, deaths_max: int) -> list[Response]:
+    def requeue_lost(self, batch: str, piece: TaskSlice, deaths_max: int) -> list[Response]:
         """Requeue a lost worker's tasks in smaller runs, or set them aside. Returns the results of
         the tasks set aside.
         """
         if piece.count > 1:
             run_tasks_max = max(1, piece.count // LOST_PARTS)
-            self.give_back(msgspec.structs.replace(piece, run_tasks_max=run_tasks_max))
+            self.requeue(msgspec.structs.replace(piece, run_tasks_max=run_tasks_max))
         elif piece.deaths + 1 < deaths_max:
-            self.give_back(msgspec.structs.replace(piece, deaths=piece.deaths + 1))
+            self.requeue(msgspec.structs.replace(piece, deaths=piece.deaths + 1))
         else:
             reason = f"set aside: {deaths_max} workers ended or fell silent while they had this task alone"
-            return self.respond(Response(batch, piece.first, 1, _NIL, {piece.first: reason}))
+            return self.apply_results(Response(batch, piece.first, 1, _NIL, {piece.first: reason}))
         self.resent += sum(stop - start for start, stop in self.done.missing(piece.first, piece.stop))
         return []
 
-    def give_back(self, piece: TaskSlice) -> None:
+    def requeue(self, piece: TaskSlice) -> None:
         """Requeue tasks that no worker has any more. The lowest numbers are first: readers in order wait for them."""
         insort(self.lost, piece, key=lambda one: one.first)
 

@@ -78,7 +78,7 @@ class Cluster(Immortal, roles=ROLES):
         ``before``, ``behind``: the digests of all tasks before them, and including them.
         """
         has_room = self.dispatch.put(batch, first, tasks, before, behind, life)
-        self._call()
+        self._wake_waiters()
         return has_room
 
     @rpc(raises=[BatchError, BatchConflict])
@@ -136,12 +136,12 @@ class Cluster(Immortal, roles=ROLES):
         ``life``: of the batch of the results, from their run. Returns None if there is nothing to do (see ``idle``), or
         the worker has asked for nothing and is still at work.
         """
-        self._listen(worker)
+        self._note_contact(worker)
         if response is not None:
-            new = self.dispatch.respond(worker, response, life)
-            self._pass_on(new)
-        run = self.dispatch.take(worker, limits) if limits else None
-        self._call()
+            new = self.dispatch.apply_results(worker, response, life)
+            self._send_to_collectors(new)
+        run = self.dispatch.next_run(worker, limits) if limits else None
+        self._wake_waiters()
         return run
 
     @rpc
@@ -156,8 +156,8 @@ class Cluster(Immortal, roles=ROLES):
     @rpc(raises=[BatchError])
     def rest(self, worker: str, functions: list[str]) -> float:
         """Return the seconds that the worker can wait; 0 if there is work. A step of :meth:`idle`."""
-        self._listen(worker)
-        return self.dispatch.rest(worker, functions)
+        self._note_contact(worker)
+        return self.dispatch.note_idle(worker, functions)
 
     @rpc
     def stop_resting(self, worker: str) -> None:
@@ -168,27 +168,27 @@ class Cluster(Immortal, roles=ROLES):
     def leave(self, worker: str, died: bool = False) -> None:
         """Remove a worker, so that others get its tasks; ``died``: another process has seen its death."""
         if died:
-            self._pass_on(self.dispatch.lose(worker, self.deaths_max))
+            self._send_to_collectors(self.dispatch.remove_lost(worker, self.deaths_max))
         else:
-            self.dispatch.leave(worker)
-        self._call()
+            self.dispatch.remove_worker(worker)
+        self._wake_waiters()
 
-    def _listen(self, worker: str) -> None:
-        self.dispatch.hear(worker)
-        self._pass_on(self.dispatch.listen(immortal.now_ns(), self.silence_s, self.deaths_max))
+    def _note_contact(self, worker: str) -> None:
+        self.dispatch.note_contact(worker)
+        self._send_to_collectors(self.dispatch.advance_time(immortal.now_ns(), self.silence_s, self.deaths_max))
 
-    def _pass_on(self, responses: Sequence[Response]) -> None:
+    def _send_to_collectors(self, responses: Sequence[Response]) -> None:
         for response in responses:
             batch = self.dispatch.batches[response.batch]
             self._to_collector(batch.collector, "accept_of")(response, batch.function, batch.life)
         for name in dict.fromkeys(response.batch for response in responses):
             self.dispatch.close(name)
 
-    def _call(self) -> None:
+    def _wake_waiters(self) -> None:
         """Wake workers if there is work, and ventilators if there is room."""
-        for worker in self.dispatch.called():
+        for worker in self.dispatch.workers_to_wake():
             immortal.signal(f"work {worker}")
-        for batch in self.dispatch.roomy():
+        for batch in self.dispatch.batches_with_room():
             immortal.signal(f"room {batch}")
 
     def _to_collector(self, name: str, method: str) -> Callable[..., None]:
@@ -237,14 +237,14 @@ class Dispatch(msgspec.Struct):
 
     # --- time --------------------------------------------------------------------------------------------------------
 
-    def listen(self, now_ns: int, silence_s: float, deaths_max: int) -> list[Response]:
+    def advance_time(self, now_ns: int, silence_s: float, deaths_max: int) -> list[Response]:
         """Set the time, and remove workers that were silent for too long. Returns results to pass on."""
         if self.last_ns is not None:
             self.time_ns += min(max(0, now_ns - self.last_ns), int(BEAT_S * _NS))
         self.last_ns = now_ns
         heard_since_ns = self.time_ns - int(silence_s * _NS)
         silent = [name for name, worker in self.workers.items() if worker.heard_ns < heard_since_ns]
-        return [response for name in silent for response in self.lose(name, deaths_max)]
+        return [response for name in silent for response in self.remove_lost(name, deaths_max)]
 
     # --- ventilators -------------------------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ class Dispatch(msgspec.Struct):
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
-    def hear(self, worker: str) -> Worker:
+    def note_contact(self, worker: str) -> Worker:
         """Note a message of a worker, and return the worker. Raises BatchError."""
         _check_name("worker", worker)
         self.resting.pop(worker, None)
@@ -333,7 +333,7 @@ class Dispatch(msgspec.Struct):
         known.heard_ns = self.time_ns
         return known
 
-    def respond(self, worker: str, response: Response, life: Life | None = None) -> list[Response]:
+    def apply_results(self, worker: str, response: Response, life: Life | None = None) -> list[Response]:
         """Process a worker's results and return the new ones; none for an ended batch. ``life``: of the batch, from the
         worker's run.
 
@@ -343,28 +343,28 @@ class Dispatch(msgspec.Struct):
         known = self.workers[worker]
         if batch is None or life not in (None, batch.life):
             return []  # of an ended batch, or an earlier one of the name
-        new = batch.respond(response)
+        new = batch.apply_results(response)
         if known.lease is not None and known.lease.batch == response.batch:
             piece = known.lease.piece
             rest = next(batch.done.missing(piece.first, piece.stop), None)
             known.lease = None if rest is None else Lease(response.batch, piece.part(rest[0], piece.stop))
         return new
 
-    def take(self, worker: str, limits: Mapping[str, int]) -> Run | None:
+    def next_run(self, worker: str, limits: Mapping[str, int]) -> Run | None:
         """Return tasks of one function, at most as many as ``limits`` allows, from the batch that was served least
         recently; None if there are none.
         """
         known = self.workers[worker]
-        self._give_back(known)  # a worker that asks for more has no tasks left
+        self._requeue(known)  # a worker that asks for more has no tasks left
         for name, batch in self.batches.items():
             limit = limits.get(batch.function, 0)
-            if limit > 0 and (piece := batch.take(limit)) is not None:
+            if limit > 0 and (piece := batch.next_slice(limit)) is not None:
                 known.lease = Lease(name, piece)
                 self.batches[name] = self.batches.pop(name)
                 return batch.run(name, piece)
         return None
 
-    def rest(self, worker: str, functions: Sequence[str]) -> float:
+    def note_idle(self, worker: str, functions: Sequence[str]) -> float:
         """Note that the worker is idle, and return the seconds that it can wait to be woken; 0: there is work.
 
         While other workers have tasks, idle ones ask more often: a request is what detects a lost worker.
@@ -374,7 +374,7 @@ class Dispatch(msgspec.Struct):
         self.resting[worker] = list(functions)
         return BEAT_S if any(known.lease for known in self.workers.values()) else IDLE_S
 
-    def called(self) -> list[str]:
+    def workers_to_wake(self) -> list[str]:
         """Return the idle workers to wake: one for each batch with work. A worker that takes tasks wakes the next."""
         names = []
         for batch in self.batches.values():
@@ -382,14 +382,14 @@ class Dispatch(msgspec.Struct):
                 names += [name for name, functions in self.resting.items() if batch.function in functions][:1]
         return [name for name in dict.fromkeys(names) if self.resting.pop(name, None) is not None]
 
-    def roomy(self) -> list[str]:
+    def batches_with_room(self) -> list[str]:
         """Return the batches whose waiting ventilators can continue."""
         names = [name for name, batch in self.batches.items() if batch.ventilator_waits and batch.has_room]
         for name in names:
             self.batches[name].ventilator_waits = False
         return names
 
-    def lose(self, worker: str, deaths_max: int) -> list[Response]:
+    def remove_lost(self, worker: str, deaths_max: int) -> list[Response]:
         """Remove a lost worker and requeue its tasks. Returns the results of tasks set aside."""
         self.resting.pop(worker, None)
         known = self.workers.pop(worker, None)
@@ -397,18 +397,18 @@ class Dispatch(msgspec.Struct):
             return []
         name = known.lease.batch
         batch = self.batches.get(name)
-        return [] if batch is None else batch.lose(name, known.lease.piece, deaths_max)
+        return [] if batch is None else batch.requeue_lost(name, known.lease.piece, deaths_max)
 
-    def leave(self, worker: str) -> None:
+    def remove_worker(self, worker: str) -> None:
         """Remove a worker that has returned its results; others get the rest of its tasks."""
         self.resting.pop(worker, None)
         known = self.workers.pop(worker, None)
         if known is not None:
-            self._give_back(known)
+            self._requeue(known)
 
-    def _give_back(self, known: Worker) -> None:
+    def _requeue(self, known: Worker) -> None:
         if known.lease is not None and (batch := self.batches.get(known.lease.batch)) is not None:
-            batch.give_back(known.lease.piece)
+            batch.requeue(known.lease.piece)
         known.lease = None
 
     # --- ends and progress -------------------------------------------------------------------------------------------

@@ -75,9 +75,9 @@ class BaseCollector(Immortal, roles=ROLES):
         """Receive results from a cluster."""
         contents = Contents(function, self._immortal_context.instance_name)
         gathered = self._gathered(response.batch, life, contents)
-        for new in gathered.take(response):
+        for new in gathered.add_results(response):
             self.keep(new)
-        self._look(response.batch, gathered)
+        self._check_complete(response.batch, gathered)
 
     @rpc
     def end_of(self, batch: str, contents: Contents) -> None:
@@ -85,7 +85,7 @@ class BaseCollector(Immortal, roles=ROLES):
         gathered = self._gathered(batch, contents.life, contents)
         if gathered.size is None:
             gathered.size = contents.count
-            self._look(batch, gathered)
+            self._check_complete(batch, gathered)
 
     def _gathered(self, batch: str, life: Life | None, contents: Contents) -> CollectedBatch:
         """Return the results received of the batch. ``contents``: the cluster's data of it. Raises BatchConflict."""
@@ -95,10 +95,10 @@ class BaseCollector(Immortal, roles=ROLES):
             known = None
         if known is None:
             known = self.gathered[batch] = CollectedBatch()
-        known.belongs_to(batch, life, contents)
+        known.check_identity(batch, life, contents)
         return known
 
-    def _look(self, batch: str, gathered: CollectedBatch) -> None:
+    def _check_complete(self, batch: str, gathered: CollectedBatch) -> None:
         if gathered.is_complete and gathered.size is not None:
             self.complete(batch, gathered.size)
 
@@ -129,17 +129,17 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
     def keep(self, response: Response) -> None:
         self.kept.setdefault(response.batch, KeptResults()).add(response)
 
-    def _look(self, batch: str, gathered: CollectedBatch) -> None:
-        super()._look(batch, gathered)
+    def _check_complete(self, batch: str, gathered: CollectedBatch) -> None:
+        super()._check_complete(batch, gathered)
         waiting = self.readers.get(batch, {})
-        there = [event for event, number in waiting.items() if self._has_come(gathered, number)]
+        there = [event for event, number in waiting.items() if self._has_arrived(gathered, number)]
         for event in there:
             del waiting[event]
             immortal.signal(event)
         if not waiting:
             self.readers.pop(batch, None)
 
-    def _has_come(self, gathered: CollectedBatch, number: int) -> bool:
+    def _has_arrived(self, gathered: CollectedBatch, number: int) -> bool:
         return gathered.done.covers(number, number + 1) or (gathered.size is not None and number >= gathered.size)
 
     def replaced(self, batch: str) -> None:
@@ -178,7 +178,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
         :meth:`watch`.
         """
         gathered = self._known(batch, life)
-        if self._has_come(gathered, number):
+        if self._has_arrived(gathered, number):
             return ""
         event = f"{batch} {immortal.uuid4()}"
         self.readers.setdefault(batch, {})[event] = number
@@ -227,7 +227,7 @@ class CollectedBatch(msgspec.Struct):
         """Return True if the batch ``life`` had the name before this one."""
         return life is not None and life.number < self.lives.get(life.cluster, 0)
 
-    def belongs_to(self, name: str, life: Life | None, contents: Contents) -> None:
+    def check_identity(self, name: str, life: Life | None, contents: Contents) -> None:
         """Check a cluster's results. Raises BatchConflict if earlier ones of the name are of another batch."""
         known = self.contents or contents
         if self.is_older(life):
@@ -241,9 +241,9 @@ class CollectedBatch(msgspec.Struct):
             self.lives[life.cluster] = life.number
         self.contents = contents if contents.ended or self.contents is None else self.contents
 
-    def take(self, response: Response) -> list[Response]:
+    def add_results(self, response: Response) -> list[Response]:
         """Process results and return the new ones: each number counts once."""
-        new = self.done.take(response)
+        new = self.done.add_results(response)
         self.failed += sum(len(part.failures) for part in new)
         return new
 

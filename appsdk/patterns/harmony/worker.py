@@ -80,7 +80,7 @@ def worker(
                 with mark_interrupts(), connector as proxy:
                     life.run(proxy)
             except NotConnectable as error:
-                life.say(f"waits for cluster {cluster!r}: {error}")
+                life.report(f"waits for cluster {cluster!r}: {error}")
                 life.pause(_RETRY_S)
     except _Stopped:
         pass
@@ -93,39 +93,39 @@ class _Life:
     def __init__(self, name: str, known: dict[str, TaskFunction], task_timeout_s: float | None) -> None:
         self.name = name
         self.stopping = False
-        self._skills = known
+        self._functions = known
         self._contexts = RunContexts()
         self._response: Response | None = None  # results that the cluster has not taken yet
-        self._response_of: Life | None = None
+        self._response_life: Life | None = None
         self._limits = dict.fromkeys(known, _FIRST_TASKS)  # of tasks to request, by function
         self._task_timeout_s = task_timeout_s
-        self._waits = False
-        self._spoke_s = time.monotonic()
-        self._began_s: float | None = None  # start of the present task
-        self._said = ""
+        self._is_waiting = False
+        self._last_contact_s = time.monotonic()
+        self._task_started_s: float | None = None  # start of the present task
+        self._reported = ""
 
-    def say(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+    def report(self, text: str) -> None:
+        if text != self._reported:
+            self._reported = text
             echo(f"worker {self.name}: {text}", err=True)
 
     def terminate(self, number: int, frame: FrameType | None) -> None:
         """End after the present task and return its result, on SIGTERM."""
         self.stopping = True
-        if self._waits:
-            self._waits = False
+        if self._is_waiting:
+            self._is_waiting = False
             raise _Stopped
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Let SIGTERM interrupt the block at once."""
-        self._waits = True
+        self._is_waiting = True
         try:
             if self.stopping:
                 raise _Stopped
             yield
         finally:
-            self._waits = False
+            self._is_waiting = False
 
     def pause(self, seconds: float) -> None:
         with self._waiting():
@@ -136,61 +136,61 @@ class _Life:
         threading.Thread(target=self._beat, args=(cluster, ended), name="beats", daemon=True).start()
         try:
             while not self.stopping:
-                run = self._ask(cluster, self._limits)
+                run = self._exchange_work(cluster, self._limits)
                 if run is not None:
-                    self._do(cluster, run)
+                    self._execute_run(cluster, run)
                     continue
                 waits: Any = cluster  # to a type checker its handlers are awaitable
                 with self._waiting():
-                    waits.idle(self.name, list(self._skills))
-            self._ask(cluster, {})
+                    waits.idle(self.name, list(self._functions))
+            self._exchange_work(cluster, {})
         finally:
             ended.set()
             with suppress(ClientError):
                 with_timeout(cluster, _LEAVE_S).leave(self.name)
 
-    def _ask(self, cluster: Cluster, limits: dict[str, int]) -> Run | None:
+    def _exchange_work(self, cluster: Cluster, limits: dict[str, int]) -> Run | None:
         """Send results, and request more tasks. Results that were not taken are sent again, also on the next
         connection.
         """
         try:
             with self._waiting():
-                run = cluster.work(self.name, limits, self._response, self._response_of)
+                run = cluster.work(self.name, limits, self._response, self._response_life)
         except BatchError as error:
-            self.say(f"{error}; these results are dropped")
+            self.report(f"{error}; these results are dropped")
             run = None
         self._response = None
-        self._spoke_s = time.monotonic()
+        self._last_contact_s = time.monotonic()
         return run
 
-    def _do(self, cluster: Cluster, run: Run) -> None:
-        skill = self._skills[run.function]
+    def _execute_run(self, cluster: Cluster, run: Run) -> None:
+        skill = self._functions[run.function]
         results = Results(run.batch, run.first)
-        self._response_of = run.life
+        self._response_life = run.life
         function, count = skill.function, 0
-        began_s = self._spoke_s = time.monotonic()
+        began_s = self._last_contact_s = time.monotonic()
         for task in skill.tasks(run):
-            self._began_s = time.monotonic()
-            if self._began_s - self._spoke_s >= 2 * RUN_S or results.size_bytes >= RUN_SIZE_BYTES_MAX:
-                self._response = results.take()
-                self._ask(cluster, {})
-            self._contexts.run(results.do, function, task)
-            self._began_s = None
+            self._task_started_s = time.monotonic()
+            if self._task_started_s - self._last_contact_s >= 2 * RUN_S or results.size_bytes >= RUN_SIZE_BYTES_MAX:
+                self._response = results.drain()
+                self._exchange_work(cluster, {})
+            self._contexts.run(results.execute, function, task)
+            self._task_started_s = None
             count += 1
             if self.stopping:
                 break
         fits = int(RUN_S * count / max(time.monotonic() - began_s, 1e-6))
         self._limits[run.function] = max(1, min(fits, self._limits[run.function] * _GROWTH, RUN_TASKS_MAX))
-        self._response = results.take()
+        self._response = results.drain()
 
     def _beat(self, cluster: Cluster, ended: threading.Event) -> None:
         """Send heartbeats during the tasks, and end the process if a task takes too long."""
         while not ended.wait(BEAT_S / 2):
-            now_s, began_s = time.monotonic(), self._began_s
+            now_s, began_s = time.monotonic(), self._task_started_s
             if began_s is not None and self._task_timeout_s is not None and now_s - began_s > self._task_timeout_s:
-                self.say(f"a task takes longer than {self._task_timeout_s:g} s: the process ends")
+                self.report(f"a task takes longer than {self._task_timeout_s:g} s: the process ends")
                 os._exit(TOO_LONG_STATUS)
-            if began_s is not None and now_s - self._spoke_s >= BEAT_S:
+            if began_s is not None and now_s - self._last_contact_s >= BEAT_S:
                 with suppress(ClientError):
                     with_timeout(cluster, BEAT_S).work(self.name, {})
 
@@ -219,8 +219,8 @@ class TaskFunction:
         if parameters and parameters[0].annotation is not inspect.Parameter.empty:
             hint = resolve_hints(function)[parameters[0].name]
         try:
-            self._one = ValueDecoder(hint)
-            self._many = ValueDecoder(list[hint])
+            self._task_decoder = ValueDecoder(hint)
+            self._tasks_decoder = ValueDecoder(list[hint])
         except TypeError as error:
             raise TypeError(f"{name!r}: tasks of type {hint!r} can't be sent: {error}") from None
         self.function = function
@@ -228,7 +228,7 @@ class TaskFunction:
     def tasks(self, run: Run) -> Sequence[Any]:
         """Decode the tasks of a run; an :class:`InvalidTask` replaces each that does not fit."""
         try:
-            found: list[Any] = self._many.decode(run.tasks)
+            found: list[Any] = self._tasks_decoder.decode(run.tasks)
         except BaseException as error:  # one of them does not fit
             if not is_user_failure(error):
                 raise
@@ -237,7 +237,7 @@ class TaskFunction:
 
     def _task(self, raw: msgspec.Raw) -> Any:
         try:
-            return self._one.decode(raw)
+            return self._task_decoder.decode(raw)
         except BaseException as error:
             if not is_user_failure(error):
                 raise
@@ -271,7 +271,7 @@ class Results:
     def count(self) -> int:
         return len(self._values)
 
-    def do(self, function: Function, task: Any) -> None:
+    def execute(self, function: Function, task: Any) -> None:
         """Do a task. An exception is a result too: the task would raise it again."""
         try:
             if isinstance(task, InvalidTask):
@@ -288,7 +288,7 @@ class Results:
         self._values.append(value)
         self.size_bytes += len(value)
 
-    def take(self) -> Response:
+    def drain(self) -> Response:
         """Return and clear the results so far; the next results follow them."""
         response = Response(self._batch, self._first, self.count, array(self._values), self._failures)
         self._first += self.count
@@ -316,7 +316,9 @@ class WorkerProcesses:
         self._ending = threading.Event()
         self._lock = threading.RLock()  # a signal handler can run while its thread has the lock
         self._alive: set[subprocess.Popen[bytes]] = set()
-        self._places = [threading.Thread(target=self._keep, name=f"place {index}") for index in range(processes)]
+        self._places = [
+            threading.Thread(target=self._keep_running, name=f"place {index}") for index in range(processes)
+        ]
         self._status = 0
 
     def run(self) -> int:
@@ -345,7 +347,7 @@ class WorkerProcesses:
                 else:
                     process.terminate()
 
-    def _keep(self) -> None:
+    def _keep_running(self) -> None:
         pause_s = _PAUSE_MIN_S
         while not self._ending.is_set():
             name = f"worker-{uuid.uuid4().hex[:16]}"

@@ -64,9 +64,9 @@ class _Pool:
         with self._shell.lock:
             return {name: state.value for name, state in driver.servers.items()}
 
-    def _ask(self, body: bytes, timeout: float | _Timeout | None) -> Any:
+    def _request(self, body: bytes, timeout: float | _Timeout | None) -> Any:
         timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
-        return self._shell.ask(Pending(_checked(body), timeout_s))
+        return self._shell.execute(Pending(_checked(body), timeout_s))
 
 
 class Requests(_Pool):
@@ -78,7 +78,7 @@ class Requests(_Pool):
         Raises TypeError, CalleeFailed if the function raised, GaveUp, CallRefused, OutcomeUnknown, ClientClosed,
         TooManyRequests.
         """
-        reply: bytes = self._ask(body, timeout)
+        reply: bytes = self._request(body, timeout)
         return reply
 
 
@@ -87,7 +87,7 @@ class AsyncRequests(_Pool):
 
     async def request(self, body: bytes, *, timeout: float | _Timeout | None = _Timeout.OF_POOL) -> bytes:
         """Send a request; see :meth:`Requests.request`."""
-        reply: bytes = await self._ask(body, timeout)
+        reply: bytes = await self._request(body, timeout)
         return reply
 
 
@@ -101,18 +101,18 @@ def _checked(body: bytes) -> bytes:
 class _Connector(Generic[S, A]):
     """Base of connectors, for one ``with`` or ``async with`` block. ``client_of``: makes what the block gets."""
 
-    def __init__(self, make_driver: MakeDriver, client_of: Callable[[Shell], Any]) -> None:
-        self._make_driver = make_driver
+    def __init__(self, create_driver: MakeDriver, client_of: Callable[[Shell], Any]) -> None:
+        self._create_driver = create_driver
         self._client_of = client_of
         self._shell: Any = None
 
     def __enter__(self) -> S:
-        self._shell = ThreadShell(self._make_driver, "the pool", sends_at_once=True)
+        self._shell = ThreadShell(self._create_driver, "the pool", sends_at_once=True)
         client: S = self._client_of(self._shell)
         return client
 
     async def __aenter__(self) -> A:
-        self._shell = LoopShell(self._make_driver, "the pool")
+        self._shell = LoopShell(self._create_driver, "the pool")
         client: A = self._client_of(self._shell)
         return client
 
@@ -157,8 +157,8 @@ def connect(
             )
     ids = OwnId(client_id, "a pool")
 
-    def make_driver() -> Driver:
-        own_id = ids.take() or random_client_id()
+    def create_driver() -> Driver:
+        own_id = ids.claim() or random_client_id()
         context: Context = zmq.Context()
 
         def link(endpoint: str) -> Link:
@@ -170,7 +170,7 @@ def connect(
         )
 
     return PoolConnector(
-        make_driver, lambda shell: (Requests if isinstance(shell, ThreadShell) else AsyncRequests)(shell, timeout)
+        create_driver, lambda shell: (Requests if isinstance(shell, ThreadShell) else AsyncRequests)(shell, timeout)
     )
 
 
@@ -206,7 +206,7 @@ class InstanceCalls(_Pool):
         if trace_context:
             raise TypeError(f"{method.name}: a pool's requests carry no traceparent; those of connect(NAME) do")
         idempotent = self._idempotent or (isinstance(method, TypedMethod) and method.is_query)
-        return self._shell.ask(Pending(InstanceCall(method, arguments, key), timeout_s, idempotent=idempotent))
+        return self._shell.execute(Pending(InstanceCall(method, arguments, key), timeout_s, idempotent=idempotent))
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
         raise TypeError(f"{method.name}.fork: calls to a pool wait for their replies; connect(NAME) has forks")
@@ -279,21 +279,21 @@ def connect_instances(
     def look() -> Sequence[str]:
         return list(instances(folder, given)) if fixed is None else fixed
 
-    def make_driver() -> Driver:
+    def create_driver() -> Driver:
         if not look():
             raise NotConnectable(f"no instance in {folder} fits {given!r}: 'immortal register NAME' makes one")
-        own_id = ids.take() or random_client_id()
+        own_id = ids.claim() or random_client_id()
         return Driver(
             look,
             lambda name: InstanceLink(Finder(name, home, (), (), identity, insecure), own_id),
             policy or Policy(),
             own_id,
             keeps_replies=True,  # an instance keeps replies by its own rules for keys
-            looks_again=fixed is None,
+            polls_servers=fixed is None,
         )
 
     def proxy(shell: Shell) -> Any:
         calls: Any = InstanceCalls(shell, idempotent=idempotent)
         return Proxy(calls, definition, str(given), timeout, None)
 
-    return InstancesConnector(make_driver, proxy)
+    return InstancesConnector(create_driver, proxy)

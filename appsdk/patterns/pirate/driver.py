@@ -107,7 +107,7 @@ class PlainLink:
         self._client_id = client_id
         self._endpoint = finder.endpoints[0]
         self._dealer = Dealer(context, _OPTIONS)
-        self._watch = self._dealer.watch
+        self._monitor = self._dealer.monitor
         self._connections = 0  # reported to the pool
         self._was_up = False
         self._attempt = 0
@@ -117,19 +117,19 @@ class PlainLink:
 
     @property
     def problem(self) -> str:
-        return self._watch.problem or self._malformed
+        return self._monitor.problem or self._malformed
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        return [self._dealer.socket, self._watch.socket]
+        return [self._dealer.socket, self._monitor.socket]
 
     def process(self) -> list[Event]:
         events: list[Event] = []
-        self._watch.look()
-        if self._was_up and (self._watch.connections > self._connections or not self._watch.is_up):
+        self._monitor.read_events()
+        if self._was_up and (self._monitor.connections > self._connections or not self._monitor.is_up):
             events.append(Event(Pool.lost))
-        if self._watch.is_up and self._watch.connections > self._connections:
+        if self._monitor.is_up and self._monitor.connections > self._connections:
             events.append(Event(Pool.reached))
-        self._connections, self._was_up = self._watch.connections, self._watch.is_up
+        self._connections, self._was_up = self._monitor.connections, self._monitor.is_up
         while self._dealer.has_unread():  # checked first, since an exception costs more
             self._received(self._dealer.socket.recv(_NOBLOCK, copy=False), events)
         return events
@@ -153,9 +153,9 @@ class PlainLink:
 
     def ping(self) -> None:
         if not self._dealer.send(encode_frame(Frame(Kind.PING))) and self._places.pair is not None:
-            self._look_for_keys()
+            self._try_newer_keys()
 
-    def _look_for_keys(self) -> None:
+    def _try_newer_keys(self) -> None:
         """Find newer keys of the unreachable server, and try each in turn."""
         try:
             places = self._finder.find()
@@ -179,7 +179,7 @@ class PlainLink:
 def _event(frame: Frame) -> Event:
     """Return the event of a frame. Raises RemoteProtocolError for a frame that only clients send."""
     if frame.kind is Kind.PONG:
-        return Event(Pool.heard, (frame.body, frame.value / 1000))
+        return Event(Pool.ponged, (frame.body, frame.value / 1000))
     if frame.kind is Kind.BUSY:
         return Event(Pool.turned_away, (frame.number,))
     if frame.kind not in ANSWERS:
@@ -226,7 +226,7 @@ class InstanceLink:
         self._connection = Connection(finder.name, None, time.monotonic())
         self._transport = Transport(self._connection, finder)
         self._events: list[Event] = []
-        self._heard_s = 0.0
+        self._last_received_s = 0.0
         self._was_talking = False
 
     @property
@@ -243,9 +243,9 @@ class InstanceLink:
             self._events.append(Event(Pool.lost))
         if connection.is_talking and not self._was_talking:
             self._events.append(Event(Pool.reached))
-        if connection.is_talking and connection.heard_s > self._heard_s:
-            self._events.append(Event(Pool.heard, (self._name.encode(), 0.0)))
-        self._was_talking, self._heard_s = connection.is_talking, connection.heard_s
+        if connection.is_talking and connection.last_received_s > self._last_received_s:
+            self._events.append(Event(Pool.ponged, (self._name.encode(), 0.0)))
+        self._was_talking, self._last_received_s = connection.is_talking, connection.last_received_s
         events, self._events = self._events, []
         return events
 
@@ -269,7 +269,7 @@ class InstanceLink:
         self._events.append(Event(Pool.replied, (number,), outcome))
 
     def ping(self) -> None:
-        self._connection.ask_soon(time.monotonic())
+        self._connection.ping_soon(time.monotonic())
 
     def next_deadline_s(self) -> float:
         return self._transport.next_deadline_s()
@@ -289,14 +289,14 @@ def instances(home: Path, pattern: str) -> Iterator[str]:
 
 
 Connect = Callable[[str], Link]
-Look = Callable[[], Iterable[str]]
+FindServers = Callable[[], Iterable[str]]
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Pending:
     """Request of a caller, for a shell. ``outcome`` after its end: a reply, or an exception to raise."""
 
-    patience_s: ClassVar[float | None] = None  # the pool gives it up in time
+    wait_timeout_s: ClassVar[float | None] = None  # the pool gives it up in time
 
     payload: Any
     timeout_s: float | None
@@ -319,7 +319,7 @@ class Pending:
 
     # --- a request of a shell ----------------------------------------------------------------------------------------
 
-    def begin(self, driver: Driver, done: Callable[[], None]) -> None:
+    def start(self, driver: Driver, done: Callable[[], None]) -> None:
         driver.submit(self)
         self._done = done
 
@@ -329,43 +329,43 @@ class Pending:
     def expire(self, driver: Driver) -> None:
         """Do nothing: the pool ends the request."""
 
-    def value(self, ask: Callable[[Pending], Any]) -> Any:
-        """Return the reply. Raises the server's error, GaveUp (which can try again by ``ask``), ClientError."""
+    def value(self, execute: Callable[[Pending], Any]) -> Any:
+        """Return the reply. Raises the server's error, GaveUp (which can try again by ``execute``), ClientError."""
         outcome = self.outcome
         if isinstance(outcome, GaveUp):
-            outcome._again = partial(self._again, ask)
+            outcome._again = partial(self._retry, execute)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    def _again(self, ask: Callable[[Pending], Any], timeout_s: float | None) -> Any:
+    def _retry(self, execute: Callable[[Pending], Any], timeout_s: float | None) -> Any:
         """Submit the request again, in the process that created it. Raises the errors of :meth:`value`."""
         require_process(self._process_id, "a request to a pool", "only there its reply comes")
         self.timeout_s = timeout_s
-        return ask(self)
+        return execute(self)
 
 
 class Driver:
     """Driver of a pool: sends requests over links to servers, in one thread. Its constructor raises NotConnectable.
 
-    ``look`` returns the servers' names; ``looks_again``: they can change later. ``keeps_replies``: servers are never
-    told that a reply is no longer needed. ``end`` is called when all links are closed.
+    ``find_servers`` returns the servers' names; ``polls_servers``: they can change. ``keeps_replies``: servers
+    are never told that a reply is not needed any more. ``end`` is called when all links are closed.
     """
 
     def __init__(
         self,
-        look: Look,
+        find_servers: FindServers,
         connect: Connect,
         policy: Policy,
         client_id: str,
         *,
         keeps_replies: bool,
-        looks_again: bool = False,
+        polls_servers: bool = False,
         end: Callable[[], None] = lambda: None,
     ) -> None:
         self.client_id = client_id
         self.strays = 0  # replies that no request waits for
-        self._look = look
+        self._find_servers = find_servers
         self._connect = connect
         self._end = end
         self._keeps_replies = keeps_replies
@@ -376,8 +376,8 @@ class Driver:
         self._next_number = 1
         self._closed = False
         now_s = time.monotonic()
-        self._look_due_s = now_s + REGISTRY_POLL_S if looks_again else float("inf")
-        names = list(look())
+        self._refresh_due_s = now_s + REGISTRY_POLL_S if polls_servers else float("inf")
+        names = list(find_servers())
         try:
             for name in names:
                 self._links[name] = connect(name)
@@ -429,7 +429,7 @@ class Driver:
     def process(self) -> None:
         """Process arrived messages, and do what is due."""
         while not self._closed:
-            self._look_again(time.monotonic())
+            self._refresh_servers(time.monotonic())
             events = [(name, event) for name, link in self._links.items() for event in link.process()]
             now_s = time.monotonic()
             for name, event in events:
@@ -445,11 +445,11 @@ class Driver:
             if not actions:
                 return
 
-    def _look_again(self, now_s: float) -> None:
-        if now_s < self._look_due_s:
+    def _refresh_servers(self, now_s: float) -> None:
+        if now_s < self._refresh_due_s:
             return
-        self._look_due_s = now_s + REGISTRY_POLL_S
-        names = set(self._look())
+        self._refresh_due_s = now_s + REGISTRY_POLL_S
+        names = set(self._find_servers())
         for name in self._links.keys() - names:
             self._links.pop(name).close()
         for name in sorted(names - self._links.keys()):
@@ -470,17 +470,20 @@ class Driver:
             self._given_up[action.number] = None
             if len(self._given_up) > GIVEN_UP_MAX:
                 self._given_up.popitem(last=False)
-            pending.finish(GaveUp(self._text(action, pending), pending, action.tries, None))
+            pending.finish(GaveUp(self._give_up_message(action, pending), pending, action.tries, None))
 
-    def _text(self, action: GiveUp, pending: Pending) -> str:
-        where = "; ".join(self._word(name, action.tries.get(name, 0)) for name in self._links) or "there are no servers"
+    def _give_up_message(self, action: GiveUp, pending: Pending) -> str:
+        where = (
+            "; ".join(self._describe_server(name, action.tries.get(name, 0)) for name in self._links)
+            or "there are no servers"
+        )
         front = f"no reply to request {action.number} of client {self.client_id!r}"
         if action.why is Why.TIME:
             front += f" within {pending.timeout_s:g} s"
         may = "it may have been done or may still be" if pending.sent else "it was never sent, and will not be"
         return f"{front}: {action.why.value} ({where}); {may}"
 
-    def _word(self, name: str, tries: int) -> str:
+    def _describe_server(self, name: str, tries: int) -> str:
         problem = self._links[name].problem
         state = self._pool.servers[name].value
         return f"{name}: {state}, tried {tries} times{f', {problem}' if problem else ''}"
@@ -491,7 +494,7 @@ class Driver:
 
     def next_deadline_s(self) -> float:
         """Return the monotonic time at which :meth:`process` must be called, even if nothing arrives."""
-        due_s = [self._pool.next_deadline_s(), self._look_due_s]
+        due_s = [self._pool.next_deadline_s(), self._refresh_due_s]
         due_s += [link.next_deadline_s() for link in self._links.values()]
         return min(due_s)
 

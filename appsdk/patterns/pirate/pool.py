@@ -97,14 +97,14 @@ Action = Send | Ping | GiveUp
 @dataclass(slots=True)
 class _Server:
     name: str
-    heard_s: float  # time of the last sign of life, or of its creation
+    last_seen_s: float  # time of the last sign of life, or of its creation
     ping_due_s: float
     state: State = State.DEAD
     domain: bytes | None = None  # None: not known yet
     used: int = 0  # order of its last use: lower is longer ago
-    asked_s: float | None = None  # time of the first ping without an answer
+    unanswered_ping_s: float | None = None  # time of the first ping without an answer
     number: int | None = None  # of the request that it has from this client
-    try_began_s: float = 0.0
+    try_started_s: float = 0.0
     try_due_s: float = 0.0
     room_s: float = 0.0  # time at which it can have room again
 
@@ -163,20 +163,20 @@ class Pool:
     def withdraw(self, number: int) -> None:
         """Drop a request whose caller no longer waits."""
         if (request := self._requests.get(number)) is not None:
-            self._forget(request)
+            self._remove(request)
 
     def reached(self, name: str, now_s: float) -> None:
         """Note that there is a connection to the server."""
         if (server := self._servers.get(name)) is not None:
             server.ping_due_s = now_s
 
-    def heard(self, name: str, domain: bytes, working_s: float, now_s: float) -> None:
+    def ponged(self, name: str, domain: bytes, working_s: float, now_s: float) -> None:
         """Note that the server answered a ping. ``working_s``: time that it has spent on its present request; 0: it is
         idle.
         """
         if (server := self._servers.get(name)) is None:
             return
-        self._alive(server, now_s)
+        self._mark_alive(server, now_s)
         if server.domain != domain:
             server.domain = domain
             self._unjudged.update(self._waiting)
@@ -192,16 +192,16 @@ class Pool:
             server.number = None
         elif request is None or name not in request.asked:
             return False
-        self._alive(server, now_s)
+        self._mark_alive(server, now_s)
         if request is None:
             return False
-        self._forget(request)
+        self._remove(request)
         return True
 
     def turned_away(self, name: str, number: int, now_s: float) -> None:
         """Note that the server has no room: it has not begun the request."""
         if (server := self._servers.get(name)) is not None and server.number == number:
-            self._alive(server, now_s)
+            self._mark_alive(server, now_s)
             server.room_s = now_s + BUSY_S
             self._not_begun(server)
 
@@ -222,7 +222,7 @@ class Pool:
     def actions(self, now_s: float) -> list[Action]:
         """Return the actions that are due now."""
         for server in self._servers.values():
-            self._look_at(server, now_s)
+            self._check_server(server, now_s)
         actions: list[Action] = [*self._give_up(now_s)]
         actions += self._send(now_s)
         actions += self._ping(now_s)
@@ -238,30 +238,34 @@ class Pool:
                 continue
             due_s.append(server.ping_due_s)
             if server.state is State.LIVE:
-                if server.asked_s is not None:
-                    due_s.append(server.asked_s + self._policy.silence_s)
+                if server.unanswered_ping_s is not None:
+                    due_s.append(server.unanswered_ping_s + self._policy.silence_s)
                 if self._waiting and server.room_s:
                     due_s.append(server.room_s)
             elif server.state is State.DEAD:
-                due_s.append(server.heard_s + self._policy.removal_s)
+                due_s.append(server.last_seen_s + self._policy.removal_s)
         return min(due_s, default=float("inf"))
 
     # --- servers -----------------------------------------------------------------------------------------------------
 
-    def _alive(self, server: _Server, now_s: float) -> None:
-        server.heard_s = now_s
-        server.asked_s = None
+    def _mark_alive(self, server: _Server, now_s: float) -> None:
+        server.last_seen_s = now_s
+        server.unanswered_ping_s = None
         server.state = State.LIVE
         server.ping_due_s = now_s + self._policy.heartbeat_s
 
-    def _look_at(self, server: _Server, now_s: float) -> None:
+    def _check_server(self, server: _Server, now_s: float) -> None:
         policy = self._policy
         if server.number is not None:
             if now_s >= server.try_due_s:
                 self._end_try(server, now_s)
-        elif server.state is State.LIVE and server.asked_s is not None and now_s >= server.asked_s + policy.silence_s:
+        elif (
+            server.state is State.LIVE
+            and server.unanswered_ping_s is not None
+            and now_s >= server.unanswered_ping_s + policy.silence_s
+        ):
             server.state = State.DEAD
-        if server.state is State.DEAD and now_s >= server.heard_s + policy.removal_s:
+        if server.state is State.DEAD and now_s >= server.last_seen_s + policy.removal_s:
             server.state = State.REMOVED
             self._unjudged.update(self._waiting)
         if server.room_s and now_s >= server.room_s:
@@ -272,13 +276,13 @@ class Pool:
         request stays there.
         """
         request = self._requests.get(server.number or 0)
-        if request is None or server.heard_s <= server.try_began_s or self._others(request, server):
+        if request is None or server.last_seen_s <= server.try_started_s or self._other_may_have(request, server):
             self._fail(server, now_s)
         else:
-            self._begin_try(server, now_s)
+            self._start_try(server, now_s)
 
-    def _begin_try(self, server: _Server, now_s: float) -> None:
-        server.try_began_s = now_s
+    def _start_try(self, server: _Server, now_s: float) -> None:
+        server.try_started_s = now_s
         server.try_due_s = now_s + self._policy.try_timeout_s
 
     def _fail(self, server: _Server, now_s: float) -> None:
@@ -312,7 +316,7 @@ class Pool:
             request.domain = None
         self._wait_again(request)
 
-    def _forget(self, request: _Request) -> None:
+    def _remove(self, request: _Request) -> None:
         del self._requests[request.number]
         self._waiting.pop(request.number, None)
         self._unjudged.discard(request.number)
@@ -322,14 +326,14 @@ class Pool:
     def _may_have(self, request: _Request, server: _Server) -> bool:
         return request.domain is None or server.domain == request.domain
 
-    def _can_be_tried(self, request: _Request, server: _Server) -> bool:
+    def _may_try(self, request: _Request, server: _Server) -> bool:
         """Return True if the server can have the request, for the first time or again."""
         tries = request.tries.get(server.name, 0)
         if not tries or tries >= self._policy.tries:
             return not tries
-        return not self._others(request, server)
+        return not self._other_may_have(request, server)
 
-    def _others(self, request: _Request, server: _Server) -> bool:
+    def _other_may_have(self, request: _Request, server: _Server) -> bool:
         """Return True if another server can have the request."""
         return any(
             other is not server and other.state is not State.REMOVED and self._may_have(request, other)
@@ -349,11 +353,11 @@ class Pool:
                 for server in self._servers.values()
                 if server.state is not State.REMOVED and self._may_have(request, server)
             ]
-            if not any(self._can_be_tried(request, server) for server in left):
+            if not any(self._may_try(request, server) for server in left):
                 yield self._given_up(request, Why.TRIES if request.tries else Why.NOBODY)
 
     def _given_up(self, request: _Request, why: Why) -> GiveUp:
-        self._forget(request)
+        self._remove(request)
         trail = AttemptHistory(request.domain, tuple(sorted(request.asked)))
         return GiveUp(request.number, why, dict(request.tries), trail)
 
@@ -378,20 +382,20 @@ class Pool:
                 break
             request = self._requests[number]
             for server in free:
-                if self._may_have(request, server) and self._can_be_tried(request, server):
+                if self._may_have(request, server) and self._may_try(request, server):
                     free.remove(server)
                     chosen.append((request, server))
                     break
         for request, server in chosen:
-            self._begin(request, server, now_s)
+            self._assign(request, server, now_s)
             yield Send(server.name, request.number)
 
-    def _begin(self, request: _Request, server: _Server, now_s: float) -> None:
+    def _assign(self, request: _Request, server: _Server, now_s: float) -> None:
         self._uses += 1
         server.used = self._uses
         server.number = request.number
-        self._begin_try(server, now_s)
-        server.asked_s = None
+        self._start_try(server, now_s)
+        server.unanswered_ping_s = None
         request.server = server.name
         request.tries[server.name] = request.tries.get(server.name, 0) + 1
         request.asked.add(server.name)
@@ -403,6 +407,6 @@ class Pool:
         for server in self._servers.values():
             if server.number is None and now_s >= server.ping_due_s:
                 server.ping_due_s = now_s + self._policy.heartbeat_s
-                if server.asked_s is None:
-                    server.asked_s = now_s
+                if server.unanswered_ping_s is None:
+                    server.unanswered_ping_s = now_s
                 yield Ping(server.name)

@@ -132,9 +132,9 @@ class Server:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._queue: deque[_Key] = deque()
-        self._taken: dict[_Key, _Waiting] = {}  # requests that wait or are worked on
-        self._taken_of: Counter[str] = Counter()  # requests, by caller
-        self._taken_bytes_of: Counter[str] = Counter()
+        self._pending: dict[_Key, _Waiting] = {}  # requests that wait or are worked on
+        self._pending_counts: Counter[str] = Counter()  # requests, by caller
+        self._pending_bytes: Counter[str] = Counter()
         self._outgoing: deque[tuple[bytes, bytes]] = deque()
         self._working_since_s: float | None = None
         self._running = False
@@ -178,7 +178,7 @@ class Server:
         finally:
             with self._lock:
                 self._running = False
-                self._queue = deque(self._taken)  # requests without an answer, for the next run()
+                self._queue = deque(self._pending)  # requests without an answer, for the next run()
                 if self._closing:
                     self._close_store()
 
@@ -193,12 +193,12 @@ class Server:
 
     def _plain_answer(self) -> Answer:
         key = self._queue.popleft()
-        taken = self._taken[key]
+        pending = self._pending[key]
         try:
-            body = self._reply(taken, None)
+            body = self._reply(pending, None)
         except Failure as failure:
-            return Answer(key, Frame(Kind.FAILED, taken.frame.number, body=failure.text))
-        return Answer(key, Frame(Kind.REPLY, taken.frame.number, body=body))
+            return Answer(key, Frame(Kind.FAILED, pending.frame.number, body=failure.text))
+        return Answer(key, Frame(Kind.REPLY, pending.frame.number, body=body))
 
     def _stored_answers(self, store: ReplyStore) -> list[Answer]:
         """Answer waiting requests within one transaction, as many as fit into TURN_S."""
@@ -208,13 +208,13 @@ class Server:
             while self._queue and len(answers) < TURN_REQUESTS_MAX and (not answers or time.monotonic() < ends_s):
                 key = self._queue.popleft()
                 self._working_since_s = time.monotonic()
-                taken = self._taken[key]
-                answers.append(Answer(key, turn.answer(taken.caller, taken.frame, partial(self._reply, taken))))
+                pending = self._pending[key]
+                answers.append(Answer(key, turn.answer(pending.caller, pending.frame, partial(self._reply, pending))))
         return answers
 
-    def _reply(self, taken: _Waiting, rows: MutableMapping[bytes, bytes] | None) -> bytes:
+    def _reply(self, pending: _Waiting, rows: MutableMapping[bytes, bytes] | None) -> bytes:
         """Call the function and return its reply. Raises Failure."""
-        request = Request(taken.frame, taken.caller, rows)
+        request = Request(pending.frame, pending.caller, rows)
         try:
             reply = self._contexts.run(self._function, request)
             if not isinstance(reply, bytes):
@@ -236,10 +236,10 @@ class Server:
             if self._closing:
                 return
             for answer in answers:
-                taken = self._taken.pop(answer.key)
-                self._taken_of[taken.caller] -= 1
-                self._taken_bytes_of[taken.caller] -= len(taken.frame.body)
-                self._outgoing.append((taken.route, encode_frame(answer.frame)))
+                pending = self._pending.pop(answer.key)
+                self._pending_counts[pending.caller] -= 1
+                self._pending_bytes[pending.caller] -= len(pending.frame.body)
+                self._outgoing.append((pending.route, encode_frame(answer.frame)))
             os.eventfd_write(self._wake, 1)
 
     # --- the socket's thread -----------------------------------------------------------------------------------------
@@ -270,22 +270,22 @@ class Server:
             pong = Frame(Kind.PONG, frame.number, working_ms, body=self._store_id)
             self._listener.send(route, encode_frame(pong))
         elif frame.kind is Kind.REQUEST:
-            self._take(route, frame, caller)
+            self._accept(route, frame, caller)
         else:
             self._listener.drop(f"a {frame.kind.name}, which only servers send")
 
-    def _take(self, route: bytes, frame: Frame, caller: str) -> None:
+    def _accept(self, route: bytes, frame: Frame, caller: str) -> None:
         key = (caller, frame.client_id, frame.number)
         with self._work:
-            if (taken := self._taken.get(key)) is not None:
-                if taken.frame.body == frame.body:
-                    taken.route = route  # the request was repeated: send its reply to the newer connection
+            if (pending := self._pending.get(key)) is not None:
+                if pending.frame.body == frame.body:
+                    pending.route = route  # the request was repeated: send its reply to the newer connection
                     return
                 kind, text = Kind.REFUSED, f"number {frame.number} is in use for another request"
             elif self._has_room(caller, len(frame.body)):
-                self._taken[key] = _Waiting(frame, caller, route)
-                self._taken_of[caller] += 1
-                self._taken_bytes_of[caller] += len(frame.body)
+                self._pending[key] = _Waiting(frame, caller, route)
+                self._pending_counts[caller] += 1
+                self._pending_bytes[caller] += len(frame.body)
                 self._queue.append(key)
                 self._work.notify()
                 return
@@ -294,9 +294,9 @@ class Server:
         self._listener.send(route, encode_frame(Frame(kind, frame.number, body=text.encode())))
 
     def _has_room(self, caller: str, size_bytes: int) -> bool:
-        taken = self._taken_of[caller]
-        return not taken or (
-            taken < WAITING_MAX and self._taken_bytes_of[caller] + size_bytes <= WAITING_SIZE_BYTES_MAX
+        pending = self._pending_counts[caller]
+        return not pending or (
+            pending < WAITING_MAX and self._pending_bytes[caller] + size_bytes <= WAITING_SIZE_BYTES_MAX
         )
 
     @property

@@ -190,8 +190,8 @@ class Turn:
     def answer(self, owner: str, request: Frame, work: Work) -> Frame:
         """Return the stored answer, or that of ``work``, stored. Raises the errors of ``work`` except Failure."""
         owner_key, client_key = _digest(owner.encode()), _digest(request.client_id.encode())
-        who = owner_key + client_key
-        owner_row, client = self._owner(owner_key), self._client(who)
+        client_row_key = owner_key + client_key
+        owner_row, client = self._owner(owner_key), self._client(client_row_key)
         if client is None:
             client = _Client(turn=owner_row.turn)
             owner_row.clients += 1
@@ -201,18 +201,18 @@ class Turn:
             client.turn, owner_row.turn = owner_row.turn, owner_row.turn + 1
         self._put("uses", owner_key + _U64.pack(client.turn), client_key)
 
-        answer = self._stored(who, request, client.floor)
+        answer = self._find_reply(client_row_key, request, client.floor)
         if answer is None:
-            answer = self._done(request, work)
-            self._keep(owner_key, client_key, request, answer, owner_row, client)
+            answer = self._execute(request, work)
+            self._store_reply(owner_key, client_key, request, answer, owner_row, client)
         self._settle(owner_key, client_key, request.value, owner_row, client)
-        self._put("clients", who, client.pack())
+        self._put("clients", client_row_key, client.pack())
         self._put("owners", owner_key, owner_row.pack())
         self._evict(owner_key, client_key)
         return answer
 
-    def _stored(self, who: bytes, request: Frame, floor: int) -> Frame | None:
-        row = self._get("replies", who + _U64.pack(request.number))
+    def _find_reply(self, client_row_key: bytes, request: Frame, floor: int) -> Frame | None:
+        row = self._get("replies", client_row_key + _U64.pack(request.number))
         if row is None:
             return Frame(Kind.GONE, request.number) if request.number < floor else None
         _, digest, kind, check = _REPLY.unpack_from(row)
@@ -224,7 +224,7 @@ class Turn:
             return Frame(Kind.REFUSED, request.number, body=text.encode())
         return Frame(Kind(kind), request.number, body=body)
 
-    def _done(self, request: Frame, work: Work) -> Frame:
+    def _execute(self, request: Frame, work: Work) -> Frame:
         data = self._tables["data"]
         try:
             with self._store._environment.begin(write=True, parent=self._transaction) as child:
@@ -232,7 +232,7 @@ class Turn:
         except Failure as failure:
             return Frame(Kind.FAILED, request.number, body=failure.text)
 
-    def _keep(
+    def _store_reply(
         self, owner: bytes, client_key: bytes, request: Frame, answer: Frame, owner_row: _Owner, client: _Client
     ) -> None:
         number = _U64.pack(request.number)

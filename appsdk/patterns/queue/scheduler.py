@@ -70,7 +70,7 @@ class Scheduler:
 
     def submit(self, submission: Submission, now_ns: int) -> int:
         """Add a task; see :meth:`Tasks.submit`."""
-        with self._at(now_ns):
+        with self._advanced_to(now_ns):
             return self.tasks.submit(submission, now_ns)
 
     # --- workers -----------------------------------------------------------------------------------------------------
@@ -87,10 +87,10 @@ class Scheduler:
         self._report(worker_id, session, report, now_ns)
         worker = self._records.workers.get(worker_id)
         if worker is not None and worker.session != session:
-            self._leave(worker, f"another process has said ready as worker {worker_id!r}", now_ns, SUPERSEDED)
+            self._remove_worker(worker, f"another process has said ready as worker {worker_id!r}", now_ns, SUPERSEDED)
         elif worker is not None:
             self._workers.end_call(worker, NOTHING)
-            self._take_away(worker, f"worker {worker_id!r} has said ready without a reply", now_ns)
+            self._revoke_task(worker, f"worker {worker_id!r} has said ready without a reply", now_ns)
         call = self._workers.ready(worker_id, session, names, heartbeat_s, now_ns)
         self._dispatch(now_ns, names)
         if call in self._records.offers:  # answered at once: no signal is needed
@@ -115,7 +115,7 @@ class Scheduler:
         for worker in list(self._records.workers.values()):
             if worker.call == call or (task_id > 0 and worker.task == task_id):
                 waited = worker.call == call
-                self._leave(worker, f"the call of worker {worker.id!r} was cancelled", now_ns)
+                self._remove_worker(worker, f"the call of worker {worker.id!r} was cancelled", now_ns)
         if waited:
             self.woken.remove(call)
             del self._records.offers[call]
@@ -141,7 +141,7 @@ class Scheduler:
         if worker is not None and report is None and worker.task:
             self._workers.heartbeat(worker, now_ns)
         elif worker is not None:
-            self._leave(worker, f"worker {worker_id!r} has left without a reply", now_ns)
+            self._remove_worker(worker, f"worker {worker_id!r} has left without a reply", now_ns)
         self._dispatch(now_ns)
 
     # --- operators ---------------------------------------------------------------------------------------------------
@@ -162,23 +162,23 @@ class Scheduler:
             raise ValueError("a period without a number of starts: how many may start in it?")
         if name not in self._records.limits and len(self._records.limits) >= LIMITED_MAX:
             raise ValueError(f"{LIMITED_MAX} functions have limits, and no more can: lift another one's first")
-        with self._at(now_ns):
+        with self._advanced_to(now_ns):
             self.tasks.lanes.set_limit(name, limit, now_ns)
 
     def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
         """Make dead letters wait again; see :meth:`Tasks.retry`."""
-        with self._at(now_ns):
+        with self._advanced_to(now_ns):
             return self.tasks.retry(task_ids, now_ns)
 
     def drop(self, task_ids: Iterable[int], reason: str, now_ns: int) -> int:
         """End open tasks and dead letters; see :meth:`Tasks.drop`."""
-        with self._at(now_ns):
+        with self._advanced_to(now_ns):
             return self.tasks.drop(task_ids, reason, now_ns)
 
     # --- time --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _at(self, now_ns: int) -> Iterator[None]:
+    def _advanced_to(self, now_ns: int) -> Iterator[None]:
         """Do all that is due before a request, and give waiting workers tasks after it."""
         self.advance(now_ns)
         yield
@@ -194,7 +194,7 @@ class Scheduler:
         if due_ns is not None and now_ns - due_ns > LATE_NS:
             late_ns = now_ns - due_ns + EXCUSED_NS
             self._workers.excuse(late_ns, now_ns)
-            self.tasks.put_off(late_ns, now_ns)
+            self.tasks.extend_deadlines(late_ns, now_ns)
         while (found := self._timers.first()) is not None and found[0] <= now_ns:
             (kind, what, key) = timer = found[1]
             self._timers.remove(timer)
@@ -207,7 +207,7 @@ class Scheduler:
             elif kind == "worker":
                 worker = self._records.workers[str(what)]
                 if worker.disabled:
-                    self._leave(worker, "", now_ns)
+                    self._remove_worker(worker, "", now_ns)
                 elif silent_ns := self._workers.silent_ns(worker, now_ns):
                     self._disable(worker, f"nothing was heard of it for {silent_ns / SECOND_NS:.3g} s", now_ns)
             elif kind == "start":
@@ -248,13 +248,13 @@ class Scheduler:
 
     def _disable(self, worker: Worker, why: str, now_ns: int) -> None:
         self._workers.disable(worker, why, now_ns)
-        self._take_away(worker, f"worker {worker.id!r}: {why}", now_ns)
+        self._revoke_task(worker, f"worker {worker.id!r}: {why}", now_ns)
 
-    def _leave(self, worker: Worker, why: str, now_ns: int, ends_with: tuple[int, int] = NOTHING) -> None:
-        self._take_away(worker, why, now_ns)
-        self._workers.forget(worker, ends_with)
+    def _remove_worker(self, worker: Worker, why: str, now_ns: int, outcome: tuple[int, int] = NOTHING) -> None:
+        self._revoke_task(worker, why, now_ns)
+        self._workers.forget(worker, outcome)
 
-    def _take_away(self, worker: Worker, why: str, now_ns: int) -> None:
+    def _revoke_task(self, worker: Worker, why: str, now_ns: int) -> None:
         """Take the worker's task away, if it has one, for the next worker."""
         task = self._records.tasks.get(worker.task)
         worker.task = 0
@@ -299,7 +299,7 @@ class Workers:
         for worker in sorted(records.workers.values(), key=lambda one: one.idle_order):
             timers.put(("worker", worker.id, ""), worker.check_ns)
             if worker.call and not worker.disabled:
-                self._into_idle(worker)
+                self._add_idle(worker)
 
     def check(self, worker_id: str, session: str, names: list[str], heartbeat_s: float) -> None:
         """Check a worker's data. Raises ValueError, QueueFull."""
@@ -337,62 +337,62 @@ class Workers:
         waiting = self._idle.get(name)
         return self._records.workers[next(iter(waiting))] if waiting else None
 
-    def end_call(self, worker: Worker, ends_with: tuple[int, int]) -> None:
+    def end_call(self, worker: Worker, outcome: tuple[int, int]) -> None:
         """End the call in which the worker waits for a task."""
-        self._out_of_idle(worker)
+        self._remove_idle(worker)
         if worker.call:
-            self._records.offers[worker.call] = ends_with
+            self._records.offers[worker.call] = outcome
             self._woken.append(worker.call)
             worker.call = 0
 
     def silent_ns(self, worker: Worker, now_ns: int) -> int:
         """Return the worker's time of silence if it is too long; else set the timer to check later, and return 0."""
-        if worker.heard_ns + self._patience_ns(worker) <= now_ns:
+        if worker.heard_ns + self._allowed_silence_ns(worker) <= now_ns:
             return now_ns - worker.heard_ns
-        self._time(worker, worker.heard_ns)
+        self._set_timer(worker, worker.heard_ns)
         return 0
 
     def disable(self, worker: Worker, why: str, now_ns: int) -> None:
         worker.disabled = why
         worker.disabled_count += 1
-        self._out_of_idle(worker)
-        self._time(worker, now_ns)
+        self._remove_idle(worker)
+        self._set_timer(worker, now_ns)
 
-    def forget(self, worker: Worker, ends_with: tuple[int, int]) -> None:
-        """Remove the worker. ``ends_with``: the outcome of the call in which it waits."""
-        self.end_call(worker, ends_with)
+    def forget(self, worker: Worker, outcome: tuple[int, int]) -> None:
+        """Remove the worker. ``outcome``: the outcome of the call in which it waits."""
+        self.end_call(worker, outcome)
         del self._records.workers[worker.id]
         self._timers.remove(("worker", worker.id, ""))
 
     def excuse(self, late_ns: int, now_ns: int) -> None:
         for worker in self._records.workers.values():
             worker.heard_ns = min(now_ns, worker.heard_ns + late_ns)
-            worker.check_ns = min(now_ns + self._patience_ns(worker), worker.check_ns + late_ns)
+            worker.check_ns = min(now_ns + self._allowed_silence_ns(worker), worker.check_ns + late_ns)
             self._timers.put(("worker", worker.id, ""), worker.check_ns)
 
     @staticmethod
-    def _patience_ns(worker: Worker) -> int:
+    def _allowed_silence_ns(worker: Worker) -> int:
         """Return the allowed silence of the worker; for a disabled one the time until it is removed."""
         return FORGET_NS if worker.disabled else SILENT_HEARTBEATS * worker.heartbeat_ns
 
-    def _time(self, worker: Worker, from_ns: int) -> None:
-        worker.check_ns = from_ns + self._patience_ns(worker)
+    def _set_timer(self, worker: Worker, from_ns: int) -> None:
+        worker.check_ns = from_ns + self._allowed_silence_ns(worker)
         self._timers.put(("worker", worker.id, ""), worker.check_ns)
 
     def _enable(self, worker: Worker, now_ns: int) -> None:
         """Enable the worker: it waits after all others that wait."""
         worker.disabled = ""
         worker.heard_ns = now_ns
-        self._time(worker, now_ns)
+        self._set_timer(worker, now_ns)
         self._records.idle_order += 1
         worker.idle_order = self._records.idle_order
-        self._into_idle(worker)
+        self._add_idle(worker)
 
-    def _into_idle(self, worker: Worker) -> None:
+    def _add_idle(self, worker: Worker) -> None:
         for name in worker.names:
             self._idle.setdefault(name, OrderedDict())[worker.id] = None
 
-    def _out_of_idle(self, worker: Worker) -> None:
+    def _remove_idle(self, worker: Worker) -> None:
         for name in worker.names:
             waiting = self._idle.get(name)
             if waiting is not None:

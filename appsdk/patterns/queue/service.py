@@ -83,12 +83,14 @@ class Queue(Immortal, roles=ROLES):
         outcome = await immortal.step(self.look, task, seconds > 0)
         if not outcome.wait:
             return outcome
-        told = False
+        was_signalled = False
         try:
             duration = timedelta(seconds=min(seconds, WAIT_S_MAX))
-            told = (await immortal.race(immortal.event(_call(outcome.wait)), immortal.sleep(duration))).index == 0
+            was_signalled = (
+                await immortal.race(immortal.event(_call(outcome.wait)), immortal.sleep(duration))
+            ).index == 0
         finally:
-            if not told and not await immortal.step(self.look_no_more, task, outcome.wait):
+            if not was_signalled and not await immortal.step(self.look_no_more, task, outcome.wait):
                 await immortal.event(_call(outcome.wait))  # the signal came at the same moment, and would be kept
         return await immortal.step(self.look, task, False)
 
@@ -210,7 +212,7 @@ class Queue(Immortal, roles=ROLES):
         now_ns = immortal.now_ns()
         self.alarm_ns = _LOOKS
         self.scheduler.advance(now_ns)
-        self._tell()
+        self._signal_waiters()
         self.alarm_ns = self.scheduler.next_due_ns() or 0
         return max(1, self.alarm_ns - now_ns) if self.alarm_ns else 0
 
@@ -220,9 +222,9 @@ class Queue(Immortal, roles=ROLES):
         try:
             yield immortal.now_ns()
         finally:
-            self._tell()
+            self._signal_waiters()
 
-    def _tell(self) -> None:
+    def _signal_waiters(self) -> None:
         for number in self.scheduler.woken:
             immortal.signal(_call(number))
         self.scheduler.woken.clear()

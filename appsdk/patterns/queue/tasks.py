@@ -246,7 +246,7 @@ class Tasks:
             self._forget(old)
         self._time_age()
 
-    def put_off(self, late_ns: int, now_ns: int) -> None:
+    def extend_deadlines(self, late_ns: int, now_ns: int) -> None:
         """Extend the deadlines of all running tasks; none gets more than a whole timeout."""
         for task in self._records.tasks.values():
             if task.state == "running":
@@ -317,7 +317,7 @@ class EndedTasks:
     def __init__(self, records: QueueState) -> None:
         self._records = records
         # Size in bytes by task, True: of dead letters. To find the first key of a dict takes long after many removals.
-        self._kept: dict[bool, OrderedDict[int, int]] = {False: OrderedDict(), True: OrderedDict()}
+        self._sizes: dict[bool, OrderedDict[int, int]] = {False: OrderedDict(), True: OrderedDict()}
         self._size_bytes = {False: 0, True: 0}
         for task in sorted((one for one in records.tasks.values() if one.ended), key=lambda one: one.ended):
             self._put(task)
@@ -333,7 +333,7 @@ class EndedTasks:
             (True, DEAD_TASKS_MAX, DEAD_SIZE_BYTES_MAX),
             (False, ENDED_TASKS_MAX, ENDED_SIZE_BYTES_MAX),
         ):
-            kept = self._kept[dead]
+            kept = self._sizes[dead]
             while len(kept) > count_max or self._size_bytes[dead] > size_bytes_max:
                 self._records.dead_forgotten += dead
                 gone.append(self._records.tasks[next(iter(kept))])
@@ -342,11 +342,11 @@ class EndedTasks:
 
     def remove(self, task: Task) -> None:
         dead = task.state == "dead"
-        self._size_bytes[dead] -= self._kept[dead].pop(task.id)
+        self._size_bytes[dead] -= self._sizes[dead].pop(task.id)
 
     def due_ns(self) -> int | None:
         """Return the time at which the oldest task is too old; None if there is none."""
-        first = next(iter(self._kept[False]), None)
+        first = next(iter(self._sizes[False]), None)
         return None if first is None else self._records.tasks[first].ended_ns + ENDED_AGE_NS
 
     def too_old(self, now_ns: int) -> Task | None:
@@ -354,11 +354,11 @@ class EndedTasks:
         due_ns = self.due_ns()
         if due_ns is None or due_ns > now_ns:
             return None
-        return self._records.tasks[next(iter(self._kept[False]))]
+        return self._records.tasks[next(iter(self._sizes[False]))]
 
     def _put(self, task: Task) -> None:
         dead = task.state == "dead"
-        self._kept[dead][task.id] = size_bytes = len(task.arguments) + len(task.result)
+        self._sizes[dead][task.id] = size_bytes = len(task.arguments) + len(task.result)
         self._size_bytes[dead] += size_bytes
 
 

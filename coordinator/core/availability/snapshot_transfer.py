@@ -1,8 +1,8 @@
 """Snapshot transfer: a follower takes a checkpoint for the writer, which adopts it.
 
-    NOTHING --CheckpointAsked, the app follows--> ASKED --the app's blob begins--> COMING --it is whole--> WHOLE
-       ^                                            '--- nobody wants it any more ---> UNWANTED              |
-       '------------ offered: the log's marks have shown that the app made the same -------------------------'
+    NOTHING --the writer asks, the app follows--> REQUESTED --the app's blob begins--> COMING --it is whole--> WHOLE
+       ^                                            '--- nobody wants it any more ---> UNWANTED                  |
+       '------------ offered: the log's marks have shown that the app made the same -----------------------------'
 
 The state is that after the last record that the app had when it was asked; the log has that record. The output streams
 in the header are known later: a follower's calls get their positions from the log's marks, which also prove that they
@@ -19,7 +19,13 @@ from msgspec.structs import replace
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.checkpoints.policy import CheckpointWriter
-from immortal.coordinator.core.effects import AskStandby, CheckCheckpoint, DropAsked, OfferCheckpoint, OfferChunk
+from immortal.coordinator.core.effects import (
+    CancelStandbyRequest,
+    CheckCheckpoint,
+    OfferCheckpoint,
+    OfferChunk,
+    RequestStandbyCheckpoint,
+)
 from immortal.coordinator.core.failures.call_failure import CallFailures
 from immortal.coordinator.core.interfaces import CheckpointHeader, Offer
 from immortal.coordinator.core.life_cycle.session import WORKS, Phase
@@ -31,29 +37,29 @@ from immortal.protocol.messages import MessageType
 
 class OfferStage(Enum):
     NOTHING = "nothing was asked of the app"
-    ASKED = "the app was asked"
+    REQUESTED = "the app was asked"
     COMING = "the app's state comes"
     UNWANTED = "it comes, or will, and nobody wants it"
     WHOLE = "it is in the log, and not offered yet"
 
 
-_OWED = frozenset({OfferStage.ASKED, OfferStage.COMING, OfferStage.UNWANTED})
+_OWED = frozenset({OfferStage.REQUESTED, OfferStage.COMING, OfferStage.UNWANTED})
 """Stages in which the app must still send its state, or the rest of it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class SnapshotSender:
-    """Follower's side: asks its app for a checkpoint and offers it to the writer. ``takes_blob``: the next blob from
+    """Follower's side: asks its app for a checkpoint and offers it to the writer. ``expects_blob``: the next blob from
     the app belongs to such a checkpoint."""
 
     state: CoreState
     peers: Peers
     call_failures: CallFailures
     stage: OfferStage = OfferStage.NOTHING
-    takes_blob: bool = False
+    expects_blob: bool = False
     has_work: bool = False  # :meth:`advance` may have something to do
-    _wanted: ev.CheckpointAsked | None = None  # request that the app does not have yet
-    _asked: ev.CheckpointAsked | None = None  # request that the app's checkpoint answers
+    _pending_request: ev.StandbyCheckpointRequested | None = None  # request that the app does not have yet
+    _active_request: ev.StandbyCheckpointRequested | None = None  # request that the app's checkpoint answers
     _sequence_id: int = -1
     _writer: CheckpointWriter | None = None
     _chunks_waiting: int = 0  # handed to the log, not answered
@@ -61,39 +67,40 @@ class SnapshotSender:
 
     def _reach(self, stage: OfferStage) -> None:
         self.stage = stage
-        self.takes_blob = stage in _OWED
-        self.has_work = self._wanted is not None or stage is OfferStage.WHOLE
+        self.expects_blob = stage in _OWED
+        self.has_work = self._pending_request is not None or stage is OfferStage.WHOLE
 
     # --- the request -------------------------------------------------------------------------------------------------
 
-    def checkpoint_asked(self, event: ev.CheckpointAsked) -> None:
+    def checkpoint_requested(self, event: ev.StandbyCheckpointRequested) -> None:
         """Store the writer's request. It replaces an earlier one."""
         self.forget()
-        self._wanted = event if self.state.write_lease.follows and not self.state.write_lease.is_granted else None
+        lease = self.state.write_lease
+        self._pending_request = event if lease.follows and not lease.is_granted else None
         self._reach(self.stage)
 
     def forget(self) -> None:
         """Drop the request, and the checkpoint that the app gives or has given."""
-        self._wanted = self._asked = self._writer = None
+        self._pending_request = self._active_request = self._writer = None
         self._cut = FollowerSnapshotCut()
-        self._reach(OfferStage.UNWANTED if self.takes_blob else OfferStage.NOTHING)
+        self._reach(OfferStage.UNWANTED if self.expects_blob else OfferStage.NOTHING)
 
     def app_lost(self) -> None:
-        self.takes_blob = False
+        self.expects_blob = False
         self.forget()
 
     def advance(self) -> None:
         """Ask the app for its checkpoint, or offer the finished one, as soon as either is possible."""
-        if self._wanted is not None and self.stage is OfferStage.NOTHING and self._may_ask_app:
-            self._asked, self._wanted = self._wanted, None
+        if self._pending_request is not None and self.stage is OfferStage.NOTHING and self._may_request:
+            self._active_request, self._pending_request = self._pending_request, None
             self._sequence_id = self.state.session.fed_sequence_id
-            self._reach(OfferStage.ASKED)
+            self._reach(OfferStage.REQUESTED)
             self.state.outbox.send_control(MessageType.TAKE_CHECKPOINT)
         elif self.stage is OfferStage.WHOLE and self._is_confirmed:
             self._offer()
 
     @property
-    def _may_ask_app(self) -> bool:
+    def _may_request(self) -> bool:
         """True if the app can give a checkpoint that the writer can adopt. An app that has repeated an upgrade and got
         no record since can't: it would count itself as primary. Nor can an app whose outputs are not compared with the
         log's marks."""
@@ -105,12 +112,12 @@ class SnapshotSender:
     # --- the app's answer --------------------------------------------------------------------------------------------
 
     def snapshot_began(self) -> None:
-        if self._asked is None:
+        if self._active_request is None:
             return
         self._cut = self.peers.outbound.followed.cut(self.peers.outbound.streams)
         self._chunks_waiting = 0
         header = CheckpointHeader(
-            self._asked.checkpoint_id,
+            self._active_request.checkpoint_id,
             self._sequence_id,
             size_bytes=0,
             check=0,
@@ -133,14 +140,14 @@ class SnapshotSender:
 
     def snapshot_failed(self) -> None:
         """Note that the app can't give a checkpoint."""
-        wanted, self.takes_blob = self._wanted, False
+        wanted, self.expects_blob = self._pending_request, False
         self.forget()
-        self._wanted = wanted
+        self._pending_request = wanted
         self._reach(OfferStage.NOTHING)
 
     def chunk_offered(self, event: ev.ChunkOffered) -> None:
         self.state.checkpoints.chunks_pending_bytes -= event.size_bytes
-        if self._asked is None or event.checkpoint_id != self._asked.checkpoint_id:
+        if self._active_request is None or event.checkpoint_id != self._active_request.checkpoint_id:
             return
         self._chunks_waiting -= 1
         if event.problem:
@@ -157,22 +164,22 @@ class SnapshotSender:
 
     def _offer(self) -> None:
         state = self.state
-        asked, writer, cut = self._asked, self._writer, self._cut
-        if asked is None or writer is None:
+        request, writer, cut = self._active_request, self._writer, self._cut
+        if request is None or writer is None:
             return
         header = writer.header(state.log.time_ns(state.now_ns))
         header = replace(header, outputs=cut.outputs, unacknowledged=cut.unacknowledged)
-        verdicts = self.call_failures.verdicts.known_until(self._sequence_id)
-        state.effects.append(OfferCheckpoint(Offer(asked.epoch, header, verdicts)))
+        verdicts = self.call_failures.verdicts.keys_until(self._sequence_id)
+        state.effects.append(OfferCheckpoint(Offer(request.epoch, header, verdicts)))
         state.report(notices.CheckpointOffered(header.checkpoint_id, header.sequence_id, header.size_bytes))
         self.forget()
 
 
 # Adoption by the writer: a follower takes the checkpoint, so that the writer's own app need not.
 #
-#     NOTHING --one is due--> WAITING --somebody follows: AskStandby--> ASKED --CheckpointOffered--> READING --durable-.
-#        ^                       '---- nobody does it in time, or what comes is no good: the app is asked --------.    |
-#        '--------------------------------------------------------------------------------------------------------'----'
+#     NOTHING --one is due--> WAITING --somebody follows--> REQUESTED --CheckpointOffered--> READING --durable-.
+#        ^                    '---- nobody does it in time, or what comes is no good: the app is asked ---.    |
+#        '------------------------------------------------------------------------------------------------'----'
 #
 # An adopted checkpoint must equal one of the own app: the state after a record that the own app has handled, of the
 # same version, with output streams and verdicts that the own ones continue. Its blob is read whole and compared with
@@ -182,7 +189,7 @@ class SnapshotSender:
 class AdoptionStage(Enum):
     NOTHING = "none is due"
     WAITING = "for somebody who follows"
-    ASKED = "somebody was asked"
+    REQUESTED = "somebody was asked"
     READING = "what was offered is read"
     ADOPTED = "its header is on its way to the log"
 
@@ -226,11 +233,11 @@ class SnapshotReceiver:
         state = self.state
         state.timers.standby_at(min(self._due_ns, state.now_ns + state.limits.recent_ns))
         if self.stage is AdoptionStage.WAITING and self.has_standby:
-            self.stage = AdoptionStage.ASKED
+            self.stage = AdoptionStage.REQUESTED
             self._checkpoint_id = state.checkpoints.next_id()
-            state.effects.append(AskStandby(self._checkpoint_id, state.epoch))
+            state.effects.append(RequestStandbyCheckpoint(self._checkpoint_id, state.epoch))
         elif (
-            self.stage is AdoptionStage.ASKED
+            self.stage is AdoptionStage.REQUESTED
             and self._offer is not None
             and state.session.phase in WORKS
             and self._offer.header.sequence_id <= state.session.fed_sequence_id  # a follower can be ahead of the app
@@ -240,7 +247,7 @@ class SnapshotReceiver:
             else:
                 self.stage, self._reading_id = AdoptionStage.READING, self._checkpoint_id
                 state.effects.append(CheckCheckpoint(self._offer.header))
-        elif self.stage is AdoptionStage.ASKED and state.log.is_idle and self.peers.outbound.any_unmarked:
+        elif self.stage is AdoptionStage.REQUESTED and state.log.is_idle and self.peers.outbound.any_unmarked:
             # The follower waits for marks of the last calls, and no record with input arrives that would carry them.
             state.log.append_no_message()
 
@@ -262,7 +269,7 @@ class SnapshotReceiver:
         if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
             return
         if self.stage is not AdoptionStage.WAITING:
-            self.state.effects.append(DropAsked())
+            self.state.effects.append(CancelStandbyRequest())
         if reason:
             self.state.checkpoints.wanted = self.is_for_app = True
             self.state.report(notices.StandbyTakesNone(reason))
@@ -276,7 +283,7 @@ class SnapshotReceiver:
     def checkpoint_offered(self, event: ev.CheckpointOffered) -> None:
         """Store the offer if it answers the last request of this epoch; ignore any other."""
         offer = event.offer
-        is_asked = self.stage is AdoptionStage.ASKED and offer.header.checkpoint_id == self._checkpoint_id
+        is_asked = self.stage is AdoptionStage.REQUESTED and offer.header.checkpoint_id == self._checkpoint_id
         if is_asked and offer.epoch == self.state.epoch:
             self._offer = offer
 
@@ -292,7 +299,7 @@ class SnapshotReceiver:
             return f"it is of version {header.version} of the app, which runs version {state.versions.current}"
         settled = last.sequence_id
         verdicts = [key for key in offer.verdicts if key[0] > settled]
-        own = [key for key in self.call_failures.verdicts.known_until(header.sequence_id) if key[0] > settled]
+        own = [key for key in self.call_failures.verdicts.keys_until(header.sequence_id) if key[0] > settled]
         if verdicts != own:
             return f"messages have failed for one app and not for the other, up to record {header.sequence_id}"
         for name, mark in header.outputs.items():
@@ -315,7 +322,7 @@ class SnapshotReceiver:
             pass  # it is no longer wanted
         elif event.problem is not None:
             self.give_up(event.problem)
-        elif self.state.checkpoints.settled and not self.state.checkpoints.on_its_way:
+        elif self.state.checkpoints.settled and not self.state.checkpoints.is_being_taken:
             state = self.state
             transaction = state.log.append_outside_record(0).transaction
             transaction.checkpoint = replace(self._offer.header, time_ns=state.log.time_ns(state.now_ns))

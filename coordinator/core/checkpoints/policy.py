@@ -22,18 +22,18 @@ class CheckpointPolicy:
         self._writer: CheckpointWriter | None = None
         self._logged_bytes_at_last = 0
         self.last: CheckpointHeader | None = None
-        self.tried_ns = 0  # when the app last failed to give one
+        self.last_failed_ns = 0  # when the app last failed to give one
         self.wanted = False  # the app or the operator has asked for one
         self.settled = True  # no header waits to become durable: the log takes one blob at a time
         self.chunks_pending_bytes = 0  # handed to the disk, not written yet
 
-    def load(self, taken: Sequence[CheckpointHeader]) -> None:
+    def load(self, headers: Sequence[CheckpointHeader]) -> None:
         """Load the checkpoints of the log, oldest first."""
-        self._next_id = 1 + max((header.checkpoint_id for header in taken), default=0)
-        self.last = without_outputs(taken[-1]) if taken else None
+        self._next_id = 1 + max((header.checkpoint_id for header in headers), default=0)
+        self.last = without_outputs(headers[-1]) if headers else None
 
     @property
-    def on_its_way(self) -> bool:
+    def is_being_taken(self) -> bool:
         return self._writer is not None
 
     def is_due(self, logged_bytes: int, now_ns: int) -> bool:
@@ -43,7 +43,7 @@ class CheckpointPolicy:
         too_old = (
             limits.checkpoint_age_ns is not None
             and self.last is not None
-            and now_ns - max(self.last.time_ns, self.tried_ns) >= limits.checkpoint_age_ns
+            and now_ns - max(self.last.time_ns, self.last_failed_ns) >= limits.checkpoint_age_ns
         )
         return self.wanted or grown_bytes >= limits.checkpoint_trigger_bytes or (too_old and grown_bytes > 0)
 

@@ -39,12 +39,12 @@ class CheckpointTaker:
     snapshot_sender: SnapshotSender
     snapshot_receiver: SnapshotReceiver
 
-    def ask_if_due(self) -> None:
+    def request_if_due(self) -> None:
         """Ask for a checkpoint if one is due. Call it while the app is in normal processing and no header is being
         written."""
         state = self.state
         session, checkpoints, shutdown = state.session, state.checkpoints, state.shutdown
-        if shutdown.feeds_no_more or self.snapshot_sender.takes_blob:  # an app gives one at a time
+        if shutdown.is_feeding_stopped or self.snapshot_sender.expects_blob:  # an app gives one at a time
             return
         is_apps = shutdown.is_requested or self.lifecycle.proof is BEHIND
         snapshot_receiver, wanted = self.snapshot_receiver, checkpoints.wanted
@@ -54,29 +54,29 @@ class CheckpointTaker:
         if is_apps or checkpoints.is_due(logged_bytes, state.now_ns):
             checkpoints.checkpoint_began(logged_bytes)
             # A promoted app proves by its next checkpoint that it has made all outputs that the log knows of.
-            is_own = is_apps or self.unsaved_state.is_wished
+            is_own = is_apps or self.unsaved_state.has_requests
             if not is_own and self.lifecycle.proof is Proof.COMPLETE and snapshot_receiver.request(at_once=wanted):
                 return
             snapshot_receiver.give_up()
-            shutdown.checkpoint_asked()
-            session.advance(Step.CHECKPOINT_ASKED)
+            shutdown.checkpoint_requested()
+            session.advance(Step.CHECKPOINT_REQUESTED)
             session.checkpoint_sequence_id = session.fed_sequence_id
-            self.unsaved_state.ask()
+            self.unsaved_state.send_requests()
             state.outbox.send_control(MessageType.TAKE_CHECKPOINT)
 
     def blob_began(self) -> None:
         session = self.state.session
-        if self.snapshot_sender.takes_blob:
+        if self.snapshot_sender.expects_blob:
             self.snapshot_sender.snapshot_began()
             return
-        if session.phase not in AWAITING_CHECKPOINT or self.state.checkpoints.on_its_way:
+        if session.phase not in AWAITING_CHECKPOINT or self.state.checkpoints.is_being_taken:
             raise AppProtocolError(
                 f"the app sent a Checkpoint in the phase {session.phase.value!r}, none was asked for"
             )
         if session.phase is Phase.FIRST_START and session.initial_message is None:
             raise AppProtocolError("the app's first checkpoint came without an InitialMessage (type 9) before it")
         if session.phase is Phase.UPGRADING:
-            if self.lifecycle.upgrades.is_new():
+            if self.lifecycle.upgrades.is_new_version():
                 self.lifecycle.finish_replay()
             return  # only the checkpoint that confirms an upgrade is kept
         if session.phase is Phase.BECOMING_PRIMARY or self.lifecycle.proof is BEHIND:
@@ -84,7 +84,7 @@ class CheckpointTaker:
         self._begin()
 
     def blob_received(self, blob: BlobData) -> None:
-        if self.snapshot_sender.takes_blob:
+        if self.snapshot_sender.expects_blob:
             self.snapshot_sender.snapshot_data(blob.data, last=blob.last)
             return
         if self.state.session.phase is Phase.UPGRADING:
@@ -99,30 +99,30 @@ class CheckpointTaker:
 
     def snapshot_began(self, message: Message) -> None:
         phase = self.state.session.phase
-        if self.snapshot_sender.takes_blob:
+        if self.snapshot_sender.expects_blob:
             self.snapshot_sender.snapshot_began()
             return
-        if phase is not Phase.CHECKPOINTING or self.state.checkpoints.on_its_way:
+        if phase is not Phase.CHECKPOINTING or self.state.checkpoints.is_being_taken:
             raise AppProtocolError(f"the app began a snapshot in the phase {phase.value!r}, none was asked for")
         self._begin()
 
     def snapshot_chunk(self, message: Message) -> None:
-        if self.snapshot_sender.takes_blob:
+        if self.snapshot_sender.expects_blob:
             self.snapshot_sender.snapshot_data(message.data, last=False)
             return
-        if not self._snapshot_is_on_its_way:
+        if not self._snapshot_is_being_taken:
             raise AppProtocolError("the app sent a part of a snapshot that it had not begun")
         self._receive(message.data, last=False)
 
     def snapshot_ended(self, message: Message) -> None:
         state = self.state
-        if self.snapshot_sender.takes_blob and message.data:
+        if self.snapshot_sender.expects_blob and message.data:
             self.snapshot_sender.snapshot_failed()
             return
-        if self.snapshot_sender.takes_blob:
+        if self.snapshot_sender.expects_blob:
             self.snapshot_sender.snapshot_data(b"", last=True)
             return
-        if not self._snapshot_is_on_its_way:
+        if not self._snapshot_is_being_taken:
             raise AppProtocolError("the app ended a snapshot that it had not begun")
         if not message.data:
             self._receive(b"", last=True)
@@ -134,19 +134,19 @@ class CheckpointTaker:
         state.shutdown.checkpoint_failed()
 
     @property
-    def _snapshot_is_on_its_way(self) -> bool:
-        return self.state.checkpoints.on_its_way and self.state.session.phase is Phase.CHECKPOINTING
+    def _snapshot_is_being_taken(self) -> bool:
+        return self.state.checkpoints.is_being_taken and self.state.session.phase is Phase.CHECKPOINTING
 
     def failed(self, message: Message) -> None:
         """Handle the app's message that its state can't be saved. The app continues without a checkpoint."""
         state = self.state
         session, lifecycle, unsaved = state.session, self.lifecycle, decode_unsaved(message.data)
-        if self.snapshot_sender.takes_blob:
+        if self.snapshot_sender.expects_blob:
             state.report(notices.CheckpointFailed(unsaved.text))
             self.snapshot_sender.snapshot_failed()
             return
         is_recovery = session.phase is Phase.BECOMING_PRIMARY
-        if state.checkpoints.on_its_way or not (is_recovery or session.phase is Phase.CHECKPOINTING):
+        if state.checkpoints.is_being_taken or not (is_recovery or session.phase is Phase.CHECKPOINTING):
             raise AppProtocolError(
                 f"the app sent a CheckpointFailed in the phase {session.phase.value!r}, no checkpoint was asked for"
             )
@@ -168,7 +168,7 @@ class CheckpointTaker:
         """Note that the app has taken a message back: its next checkpoint is of the state without that message."""
         if (
             self.state.session.phase not in (Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING)
-            or self.state.checkpoints.on_its_way
+            or self.state.checkpoints.is_being_taken
         ):
             raise AppProtocolError(
                 f"the app sent a TakenBack in the phase {self.state.session.phase.value!r}, no checkpoint was asked for"
@@ -215,10 +215,10 @@ class CheckpointTaker:
             group = self._log_first_record()
         if session.phase is Phase.BECOMING_PRIMARY:
             self.lifecycle.report_recovered()
-        self.lifecycle.take_healing(group.transaction)
+        self.lifecycle.add_cut_repair(group.transaction)
         group.transaction.checkpoint = header
-        self.unsaved_state.checkpoint_whole(group)
-        if state.shutdown.takes_last_checkpoint:
+        self.unsaved_state.checkpoint_complete(group)
+        if state.shutdown.awaits_last_checkpoint:
             self.call_failures.app_stopped(group.transaction)
         if session.phase is Phase.CONFIRMING_UPGRADE:
             group.transaction.version = VersionStart(header.version, header.sequence_id, session.label)
@@ -237,18 +237,18 @@ class CheckpointTaker:
             chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, state.name.encode()))
         group = state.log.append(chunks, sum(map(len, chunks)), source)
         group.transaction.extensions = session.logged_extensions = session.extensions
-        self.peers.app_asked_for(session.extensions)
+        self.peers.set_app_extensions(session.extensions)
         group.transaction.version = VersionStart(session.description.version, -1, session.label)
         return group
 
-    def durable(self, header: CheckpointHeader, *, adopted: bool = False) -> None:
+    def checkpoint_durable(self, header: CheckpointHeader, *, adopted: bool = False) -> None:
         """Note that the checkpoint of ``header`` is durable. ``adopted``: a follower has taken it."""
         state = self.state
         wake_at_ns = state.checkpoints.became_durable(header)
         if wake_at_ns is not None:
             state.timers.set(CHECKPOINT, wake_at_ns)
         self.call_failures.checkpoint_durable(header.sequence_id)
-        self.unsaved_state.durable()
+        self.unsaved_state.checkpoint_durable()
         if adopted:
             self.snapshot_receiver.checkpoint_durable(header)
         else:

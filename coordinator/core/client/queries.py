@@ -32,7 +32,7 @@ from immortal.protocol.queries import QueryQuestion, decode_query_answer, encode
 from immortal.protocol.readers import Message
 
 Key = tuple[str, str, int]  # caller, client ID, the client's number of the query
-ROOM_MIN = 2  # one is being answered, one is in transit
+CONCURRENCY_MIN = 2  # one is being answered, one is in transit
 ANSWER_KINDS = (ReplyKind.VALUE, ReplyKind.NOTHING, ReplyKind.RAISED)
 
 
@@ -43,7 +43,7 @@ class _Query:
     caller: str
     method_id: int
     arguments: bytes
-    asked_ns: int = 0
+    sent_ns: int = 0
     _digest: bytes = b""
 
     @property
@@ -75,18 +75,18 @@ class Queries:
     _ticket: int = 0
     _open: dict[Key, _Query] = field(default_factory=dict)
     _open_bytes: int = 0
-    _open_by: Counter[str] = field(default_factory=Counter)  # by asker
+    _open_by_asker: Counter[str] = field(default_factory=Counter)  # by asker
     _waiting: OrderedDict[str, deque[_Query]] = field(default_factory=OrderedDict)  # by asker, in turns
-    _asked: dict[int, _Query] = field(default_factory=dict)  # by ticket
-    _concurrency: int = ROOM_MIN  # most queries at the app at once
-    _held: deque[tuple[int, _Query, Reply]] = field(default_factory=deque)  # answers until their commit is durable
-    _alone: bool = False  # the app handles a query that may end its process: it gets no other one meanwhile
+    _at_app: dict[int, _Query] = field(default_factory=dict)  # by ticket
+    _concurrency: int = CONCURRENCY_MIN  # most queries at the app at once
+    _held_answers: deque[tuple[int, _Query, Reply]] = field(default_factory=deque)  # by commit to wait for
+    _is_exclusive: bool = False  # the app handles a query that may end its process: it gets no other one meanwhile
     _barred: dict[int, int] = field(default_factory=dict)  # time until which a method is refused, by method ID
 
     @property
     def has_work(self) -> bool:
         """True if queries wait for the app, or answers wait for a commit: :meth:`advance` can do something."""
-        return bool(self._waiting or self._held)
+        return bool(self._waiting or self._held_answers)
 
     def received(self, token: Token, frame: ClientFrame, caller: str) -> None:
         """Accept a QUERY, or refuse it. ``caller``: the name that its key proves."""
@@ -102,7 +102,7 @@ class Queries:
             return
         query = _Query(token, frame, caller, *decode_query_call(frame.payload))
         self._open[query.key] = query
-        self._open_by[query.asker] += 1
+        self._open_by_asker[query.asker] += 1
         self._open_bytes += len(frame.payload)
         self._waiting.setdefault(query.asker, deque()).append(query)
 
@@ -119,8 +119,8 @@ class Queries:
         except ProtocolError as error:
             return ClientCode.MALFORMED, str(error)
         method = permissions.name_of(method_id)
-        if permissions.forbidden(caller, frame.payload):
-            text = self.admission.why_forbidden(caller, method)
+        if permissions.find_forbidden(caller, frame.payload):
+            text = self.admission.format_permission_refusal(caller, method)
             self.call_failures.note_forbidden(caller, 1, text)
             return ClientCode.MALFORMED, text
         asker = caller or f"~{frame.client_id}"
@@ -136,11 +136,11 @@ class Queries:
                 f"{method!r} of {state.name!r} has changed the state: it is asked again later",
             )
         penalties = self.call_failures.penalties
-        if why := penalties.hold_reason(asker, now_ns):
+        if why := penalties.hold_off_reason(asker, now_ns):
             return ClientCode.BUSY, why
         if why := penalties.query_refusal(digest_of(asker, method_id, arguments)) if penalties.has_suspects else "":
             return ClientCode.MALFORMED, why
-        limits, asker_count = state.limits, self._open_by[asker]
+        limits, asker_count = state.limits, self._open_by_asker[asker]
         if (
             len(self._open) >= limits.queries_open_max
             or asker_count >= limits.caller_queries_max
@@ -150,8 +150,8 @@ class Queries:
                 ClientCode.BUSY,
                 f"{state.name!r} has {len(self._open)} queries to answer, {asker_count} of them here",
             )
-        open_count = self.clients.table.open_by[caller] + asker_count
-        if not self.admission.first_of(caller, frame.payload, 1, open_count)[0]:
+        open_count = self.clients.table.open_by_owner[caller] + asker_count
+        if not self.admission.admit(caller, frame.payload, 1, open_count)[0]:
             return ClientCode.BUSY, f"{caller!r} has used up what it may call of {state.name!r} for now"
         return None
 
@@ -164,53 +164,53 @@ class Queries:
             asker, queries = next(iter(self._waiting.items()))
             penalties = self.call_failures.penalties
             is_suspected = penalties.has_suspects and penalties.is_suspected(queries[0].digest)
-            if is_suspected and self._asked:
+            if is_suspected and self._at_app:
                 break
-            self._alone = is_suspected
+            self._is_exclusive = is_suspected
             query = queries.popleft()
             if queries:
                 self._waiting.move_to_end(asker)
             else:
                 del self._waiting[asker]
             self._ticket += 1
-            self._asked[self._ticket] = query
-            query.asked_ns = state.now_ns
+            self._at_app[self._ticket] = query
+            query.sent_ns = state.now_ns
             question = QueryQuestion(self._ticket, query.method_id, query.arguments, state.now_ns)
             state.outbox.send_control(MessageType.QUERY_ASKED, encode_query(question))
-        while self._held and self._held[0][0] <= state.log.durable_ticket:
-            _, query, reply = self._held.popleft()
+        while self._held_answers and self._held_answers[0][0] <= state.log.durable_ticket:
+            _, query, reply = self._held_answers.popleft()
             self._send_answer(query, reply)
 
     def answered(self, message: Message) -> None:
         """Handle the app's answer. Raises RemoteProtocolError."""
         state = self.state
         answer = decode_query_answer(message.data)
-        query = self._asked.pop(answer.ticket, None)
+        query = self._at_app.pop(answer.ticket, None)
         if query is None or answer.kind not in ANSWER_KINDS:
             raise AppProtocolError(
                 f"the app sent QueryAnswered (94) of kind {answer.kind} for the query {answer.ticket}: one that it was "
                 f"asked and has not answered, and a kind from 1 to 3 were expected"
             )
-        self._alone = False
+        self._is_exclusive = False
         if self.call_failures.penalties.has_suspects:
             self.call_failures.penalties.query_answered(query.digest)
-        if state.now_ns - query.asked_ns > state.limits.queries_at_app_ns:  # a slow answer: fewer at once
-            self._concurrency = max(ROOM_MIN, self._concurrency // 2)
-        elif len(self._asked) + 1 >= self._concurrency < state.limits.queries_at_app_max:
+        if state.now_ns - query.sent_ns > state.limits.queries_at_app_ns:  # a slow answer: fewer at once
+            self._concurrency = max(CONCURRENCY_MIN, self._concurrency // 2)
+        elif len(self._at_app) + 1 >= self._concurrency < state.limits.queries_at_app_max:
             self._concurrency += 1
         if answer.changed:
             self._barred[query.method_id] = state.now_ns + state.limits.query_barred_ns
             state.report(notices.QueryChangedState(self.admission.permissions.name_of(query.method_id)))
         # The app's earlier verdicts are in the log, or will be: the answer, which follows from them, waits for that.
         reply = self.admission.checked_reply(Reply(query.frame.number, answer.kind, answer.value))
-        if state.held_ticket <= state.log.durable_ticket:
+        if state.last_verdict_ticket <= state.log.durable_ticket:
             self._send_answer(query, reply)
         else:
-            self._held.append((state.held_ticket, query, reply))
+            self._held_answers.append((state.last_verdict_ticket, query, reply))
 
     def _has_room(self) -> bool:
         room = min(self._concurrency, self.state.limits.queries_at_app_max)
-        return len(self._asked) < room and not self._alone and self.state.session.phase in WORKS
+        return len(self._at_app) < room and not self._is_exclusive and self.state.session.phase in WORKS
 
     def _send_answer(self, query: _Query, reply: Reply) -> None:
         self._close(query)
@@ -220,9 +220,9 @@ class Queries:
     def _close(self, query: _Query) -> None:
         del self._open[query.key]
         self._open_bytes -= len(query.frame.payload)
-        self._open_by[query.asker] -= 1
-        if not self._open_by[query.asker]:
-            del self._open_by[query.asker]
+        self._open_by_asker[query.asker] -= 1
+        if not self._open_by_asker[query.asker]:
+            del self._open_by_asker[query.asker]
 
     def describe(self) -> dict[str, int]:
         """Return the counts for the status."""
@@ -234,16 +234,16 @@ class Queries:
 
         ``at_query``: the app may have died at the first unanswered query.
         """
-        if at_query and self._asked:
-            query = next(iter(self._asked.values()))
+        if at_query and self._at_app:
+            query = next(iter(self._at_app.values()))
             self.call_failures.penalties.query_died(query.digest)
-            self.call_failures.caused_deaths(query.asker, 1)
-        self._alone = False
+            self.call_failures.penalize_caller(query.asker, 1)
+        self._is_exclusive = False
         for query in list(self._open.values()):
             self._close(query)
             text = f"the app of {self.state.name!r} has ended before it answered"
             self.clients.answers.refuse(query.token, query.frame, ClientCode.NOT_READY, text)
         self._waiting.clear()
-        self._asked.clear()
-        self._concurrency = ROOM_MIN
-        self._held.clear()
+        self._at_app.clear()
+        self._concurrency = CONCURRENCY_MIN
+        self._held_answers.clear()

@@ -54,7 +54,7 @@ from immortal.protocol.messages import decode_messages
 from immortal.protocol.trace_context import is_trace_context, split_name
 from immortal.protocol.trailer import BatchKind, BatchSource
 
-CONFLICTS_TOLD_MAX = 16  # of one frame, as a conflict is far larger than a call can be; the client repeats the rest
+CONFLICTS_REPORTED_MAX = 16  # of one frame, as a conflict is far larger than a call can be; the client repeats the rest
 _FROM_CLIENTS = (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING, ClientFrameType.QUERY)
 
 
@@ -104,7 +104,7 @@ class Clients:
         if client is not None:
             if caller and not client.owner:  # the ID was used without keys before
                 self.table.set_owner(frame.client_id, client, caller)
-            if self._is_of_another(token, frame, client):
+            if self._refuse_conflicts(token, frame, client):
                 return
             client.token = token
         if frame.frame_type is ClientFrameType.REQUEST:
@@ -147,13 +147,13 @@ class Clients:
             return ClientCode.NOT_YOURS, f"the client ID {frame.client_id!r} is another's than {caller!r}"
         return None
 
-    def _is_of_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
+    def _refuse_conflicts(self, token: Token, frame: ClientFrame, client: Client) -> bool:
         """Refuse requests that can't be decoded, or have the number of another call; return True if there are any.
 
         Then the whole frame is refused, and its sender gets no reply of that client: it must send the rest again.
         """
         if frame.frame_type is ClientFrameType.PING:
-            return self._asks_for_another(token, frame, client)
+            return self._refuse_conflicting_ping(token, frame, client)
         if frame.frame_type is not ClientFrameType.REQUEST or frame.number > client.number:
             return False
         try:
@@ -164,12 +164,12 @@ class Clients:
         others: list[Reply] = []
         for number, identity in enumerate(identities, frame.number):
             known = client.identity(number)
-            if known and known != identity and len(others) < CONFLICTS_TOLD_MAX:
+            if known and known != identity and len(others) < CONFLICTS_REPORTED_MAX:
                 others.append(self._conflict(frame.client_id, number, known, self._call_text(identity)))
         self.answers.send_replies(token, frame, client, others)
         return len(others) > 0
 
-    def _asks_for_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
+    def _refuse_conflicting_ping(self, token: Token, frame: ClientFrame, client: Client) -> bool:
         """Refuse a PING about a number that is known for another method. Its reason names the method, if any."""
         if not frame.reason.isdecimal() or frame.count != 1:
             return False
@@ -210,12 +210,12 @@ class Clients:
         if client is not None:
             numbers = range(frame.number, frame.number + repeated)
             self.answers.resend_reply(frame.client_id, client, numbers)
-        if repeated < frame.count and not self._take(token, frame, known, repeated, caller):
+        if repeated < frame.count and not self._log_requests(token, frame, known, repeated, caller):
             self.answers.pong(token, frame, known, ClientCode.BUSY)
         if known.number:
             self.table.release(frame.client_id, known, min(frame.acknowledged, known.number))
 
-    def _take(self, token: Token, frame: ClientFrame, client: Client, repeated: int, caller: str) -> bool:
+    def _log_requests(self, token: Token, frame: ClientFrame, client: Client, repeated: int, caller: str) -> bool:
         """Log the requests of ``frame`` after the first ``repeated``; False if not all can be accepted now."""
         if self._is_busy(client, frame) or self.delivery.admission.is_full(caller or caller_of(frame.client_id)):
             return False
@@ -233,7 +233,7 @@ class Clients:
             frame.time_ns,
             frame.reason if frame.reason and is_trace_context(frame.reason) else "",
         )
-        delivered = self.delivery.deliver(source, calls, caller, self.table.open_by[caller])
+        delivered = self.delivery.deliver(source, calls, caller, self.table.open_by_owner[caller])
         if delivered is None:
             return False
         group, count = delivered.group, delivered.count
@@ -242,7 +242,7 @@ class Clients:
         client.number = frame.number + repeated + count - 1
         client.time_ns = self.state.log.time_ns(self.state.now_ns)
         client.ticket = group.ticket
-        self.table.requests_taken(frame.client_id, client, identities[repeated : repeated + count], group.transaction)
+        self.table.add_requests(frame.client_id, client, identities[repeated : repeated + count], group.transaction)
         for forgotten in self.table.forget_unused():
             self.answers.forget(forgotten)
         return count == new
@@ -257,12 +257,12 @@ class Clients:
             or table.open_count >= limits.requests_open_max
             or self._undurable_bytes >= limits.log_pending_bytes
             or frame.number + frame.count - 1 - released > limits.client_span_max
-            or (len(client.gone) > 0 and table.gone_count >= limits.gone_max)
+            or (len(client.gone) > 0 and table.gone_count >= limits.gone_replies_max)
         )
 
     # --- answers of the app ------------------------------------------------------------------------------------------
 
-    def answers_made(self, batch: OutputBatch) -> None:
+    def app_answered(self, batch: OutputBatch) -> None:
         """Handle the app's next answers in the stream to CLIENTS; ignore any other message there."""
         size_bytes = 0
         for _, start, end in decode_messages(batch.payload):
@@ -311,7 +311,7 @@ class Clients:
 
 REPLY_FRAME_SIZE_BYTES = 1 << 20  # replies to one client are joined up to this
 REPLY_FRONT_SIZE_BYTES = 16  # upper bound of number, kind and size
-LOOKING_BYTES = 4  # cost of each byte of a PING: its look-up takes as long as sending this many bytes
+LOOKUP_BYTES = 4  # cost of each byte of a PING: its look-up takes as long as sending this many bytes
 
 
 class ClientAnswers:
@@ -321,8 +321,8 @@ class ClientAnswers:
         self._state = state
         self._table = table
         self._outgoing: dict[str, dict[int, Reply]] = {}  # by client and number
-        self._again = TokenBucket(state.limits.again_bytes)
-        self._asked: set[str] = set()  # clients that have sent a PING in this turn
+        self._resend_bucket = TokenBucket(state.limits.resend_bytes)
+        self._pinging: set[str] = set()  # clients that have sent a PING in this turn
 
     # --- at once -----------------------------------------------------------------------------------------------------
 
@@ -333,34 +333,34 @@ class ClientAnswers:
 
     def welcome(self, token: Token, frame: ClientFrame, client: Client, time_ns: int, methods: bytes) -> None:
         numbers = client.number, client.released
-        self._send(token, ClientFrame(ClientFrameType.WELCOME, *self._ends(frame), *numbers, 0, time_ns, methods))
+        self._send(token, ClientFrame(ClientFrameType.WELCOME, *self._address(frame), *numbers, 0, time_ns, methods))
 
     def pong(self, token: Token, frame: ClientFrame, client: Client, code: ClientCode = ClientCode.NONE) -> None:
         """Tell the client which requests were accepted. BUSY: it must send the others again later."""
         if not code and client.ticket > self._state.log.durable_ticket:
             code = ClientCode.PENDING
         numbers = client.number, client.released
-        self._send(token, ClientFrame(ClientFrameType.PONG, *self._ends(frame), *numbers, code=code))
+        self._send(token, ClientFrame(ClientFrameType.PONG, *self._address(frame), *numbers, code=code))
 
     def refuse(self, token: Token, frame: ClientFrame, code: ClientCode, reason: str) -> None:
         """Refuse a frame. The answer's number identifies the refused query; 0: none."""
         number = frame.number if frame.frame_type is ClientFrameType.QUERY else 0
-        self._send(token, ClientFrame(ClientFrameType.REFUSED, *self._ends(frame), number, code=code, reason=reason))
+        self._send(token, ClientFrame(ClientFrameType.REFUSED, *self._address(frame), number, code=code, reason=reason))
 
     def answer_query(self, token: Token, frame: ClientFrame, reply: Reply) -> None:
-        payload = encode_replies((reply,))
-        self._send(token, ClientFrame(ClientFrameType.ANSWER, *self._ends(frame), frame.number, 0, 1, payload=payload))
+        numbers, payload = (frame.number, 0, 1), encode_replies((reply,))
+        self._send(token, ClientFrame(ClientFrameType.ANSWER, *self._address(frame), *numbers, payload=payload))
 
     def send_replies(self, token: Token, frame: ClientFrame, client: Client, replies: list[Reply]) -> None:
         """Send replies only to the sender of ``frame``, even if others use the same client ID."""
         if replies:
-            self._send_reply(token, self._ends(frame), client, replies)
+            self._send_reply(token, self._address(frame), client, replies)
 
-    def _send_reply(self, token: Token, ends: tuple[str, str, int], client: Client, replies: list[Reply]) -> None:
+    def _send_reply(self, token: Token, address: tuple[str, str, int], client: Client, replies: list[Reply]) -> None:
         numbers, payload = (client.number, client.released, len(replies)), encode_replies(replies)
-        self._send(token, ClientFrame(ClientFrameType.REPLY, *ends, *numbers, payload=payload))
+        self._send(token, ClientFrame(ClientFrameType.REPLY, *address, *numbers, payload=payload))
 
-    def _ends(self, frame: ClientFrame) -> tuple[str, str, int]:
+    def _address(self, frame: ClientFrame) -> tuple[str, str, int]:
         return frame.client_id, self._state.name, self._committer_id
 
     def _send(self, token: Token, answer: ClientFrame) -> None:
@@ -376,14 +376,14 @@ class ClientAnswers:
     def answer_ping(self, frame: ClientFrame, client: Client) -> None:
         """Answer a PING. The look-up of numbers counts against the rate limit, too."""
         now_ns = self._state.now_ns
-        if frame.client_id in self._asked:
+        if frame.client_id in self._pinging:
             return  # the client asks again, after this turn
-        self._asked.add(frame.client_id)
-        again = self._again_of(client)
-        if again.fill(now_ns) > 0 and self._again.fill(now_ns) > 0:
-            looking_bytes = len(frame.payload) * LOOKING_BYTES
-            again.left -= looking_bytes
-            self._again.left -= looking_bytes
+        self._pinging.add(frame.client_id)
+        resend_bucket = self._resend_bucket_of(client)
+        if resend_bucket.fill(now_ns) > 0 and self._resend_bucket.fill(now_ns) > 0:
+            lookup_bytes = len(frame.payload) * LOOKUP_BYTES
+            resend_bucket.tokens -= lookup_bytes
+            self._resend_bucket.tokens -= lookup_bytes
             numbers = (asked for asked in frame.asked_numbers() if asked <= client.number)
             self.resend_reply(frame.client_id, client, numbers)
 
@@ -391,23 +391,23 @@ class ClientAnswers:
         """Repeat the replies to the accepted requests ``numbers``, except open ones, within the rate limit. The client
         asks for the rest again."""
         now_ns = self._state.now_ns
-        again = self._again_of(client)
+        resend_bucket = self._resend_bucket_of(client)
         outgoing = self._outgoing.setdefault(client_id, {})
         for number in numbers:
             reply = None if number in outgoing else client.reply(number)
             if reply is None:
                 continue
-            if not (again.fill(now_ns) > 0 and self._again.fill(now_ns) > 0):
+            if not (resend_bucket.fill(now_ns) > 0 and self._resend_bucket.fill(now_ns) > 0):
                 return
             size_bytes = len(reply.value) + REPLY_OVERHEAD_BYTES
-            again.left -= size_bytes
-            self._again.left -= size_bytes
+            resend_bucket.tokens -= size_bytes
+            self._resend_bucket.tokens -= size_bytes
             outgoing[number] = reply
 
-    def _again_of(self, client: Client) -> TokenBucket:
-        if client.again is None:
-            client.again = TokenBucket(self._state.limits.client_again_bytes, self._state.now_ns)
-        return client.again
+    def _resend_bucket_of(self, client: Client) -> TokenBucket:
+        if client.resend_bucket is None:
+            client.resend_bucket = TokenBucket(self._state.limits.client_resend_bytes, self._state.now_ns)
+        return client.resend_bucket
 
     def forget(self, client_id: str) -> None:
         self._outgoing.pop(client_id, None)
@@ -418,21 +418,21 @@ class ClientAnswers:
             client = self._table.get(client_id)
             if client is None:
                 continue
-            for some in _in_frames(replies.values()):
-                self._send_reply(client.token, (client_id, self._state.name, self._committer_id), client, some)
+            for part in _split_into_frames(replies.values()):
+                self._send_reply(client.token, (client_id, self._state.name, self._committer_id), client, part)
         self._outgoing.clear()
-        self._asked.clear()
+        self._pinging.clear()
 
 
-def _in_frames(replies: Iterable[Reply]) -> Iterable[list[Reply]]:
-    some: list[Reply] = []
+def _split_into_frames(replies: Iterable[Reply]) -> Iterable[list[Reply]]:
+    part: list[Reply] = []
     size_bytes = 0
     for reply in replies:
         reply_size_bytes = len(reply.value) + REPLY_FRONT_SIZE_BYTES
-        if some and size_bytes + reply_size_bytes > REPLY_FRAME_SIZE_BYTES:
-            yield some
-            some, size_bytes = [], 0
-        some.append(reply)
+        if part and size_bytes + reply_size_bytes > REPLY_FRAME_SIZE_BYTES:
+            yield part
+            part, size_bytes = [], 0
+        part.append(reply)
         size_bytes += reply_size_bytes
-    if some:
-        yield some
+    if part:
+        yield part

@@ -65,10 +65,10 @@ class Client:
     size_bytes: int = 0  # of the replies
     token: Token = None  # where it was last heard
     owner: str = ""  # whose keys first used the ID
-    again: TokenBucket | None = None  # limits the replies that are repeated to it
+    resend_bucket: TokenBucket | None = None  # limits the replies that are repeated to it
     used: int = 0  # grows with each use of any client
     ticket: int = 0  # of the commit with its last request
-    holds: bool = False  # it is in the heap of clients with replies
+    is_in_heap: bool = False  # it is in the heap of clients with replies
 
     @property
     def open_count(self) -> int:
@@ -104,7 +104,7 @@ class ClientTable:
 
     def __init__(self, limits: Limits, log: GroupCommit, running: RunningTime) -> None:
         self.open_count = self.replies_count = self.replies_bytes = self.gone_count = 0
-        self.open_by: Counter[str] = Counter()  # open requests, by owner
+        self.open_by_owner: Counter[str] = Counter()  # open requests, by owner
         self.forgotten_ns = 0  # last use of the most recently used client that is forgotten
         self._limits = limits
         self._log = log
@@ -130,7 +130,7 @@ class ClientTable:
                 client.gone[number] = data
                 self.gone_count += 1
             else:
-                self._keep(client_id, client, number, data)
+                self._store_reply(client_id, client, number, data)
         for client in self._clients.values():
             self._count_open(client, client.open_count)
 
@@ -157,7 +157,7 @@ class ClientTable:
         self._count_open(client, count)
         self._log.open.transaction.clients[client_id] = client.position
 
-    def requests_taken(self, client_id: str, client: Client, identities: list[bytes], transaction: Transaction) -> None:
+    def add_requests(self, client_id: str, client: Client, identities: list[bytes], transaction: Transaction) -> None:
         """Note new open requests of the client; ``client.number`` is the last one, ``transaction`` holds their
         record."""
         for number, identity in enumerate(identities, client.number - len(identities) + 1):
@@ -171,13 +171,13 @@ class ClientTable:
         """Keep the reply to an open request."""
         row = _row(reply.kind, reply.value, client.identities.pop(reply.number, b""))
         self._count_open(client, -1)
-        self._keep(client_id, client, reply.number, row)
+        self._store_reply(client_id, client, reply.number, row)
         self._log.open.transaction.replies[client_id, reply.number] = row
 
     def _count_open(self, client: Client, count: int) -> None:
         """Add ``count``, which can be negative, to the client's open requests."""
         self.open_count += count
-        self.open_by[client.owner] += count
+        self.open_by_owner[client.owner] += count
 
     def _use(self, client_id: str, client: Client) -> None:
         """Make this client the most recently used."""
@@ -190,7 +190,7 @@ class ClientTable:
         """Forget clients that were unused for too long; return their IDs. Only the instance's running time counts, so a
         wrong clock makes no client old."""
         limits = self._limits
-        unused_since_ns = self._running.before(limits.client_keep_ns)
+        unused_since_ns = self._running.time_of_age(limits.client_keep_ns)
         forgotten: list[str] = []
         for _ in range(FORGOTTEN_PER_REQUEST):
             client_id, client = next(iter(self._clients.items()))
@@ -213,15 +213,15 @@ class ClientTable:
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
-    def _keep(self, client_id: str, client: Client, number: int, row: bytes) -> None:
+    def _store_reply(self, client_id: str, client: Client, number: int, row: bytes) -> None:
         client.replies[number] = row
-        if not client.holds:
-            client.holds = True
+        if not client.is_in_heap:
+            client.is_in_heap = True
             heappush(self._holders, (client.used, client_id, client))
             if len(self._holders) > 2 * len(self._clients):  # most of these are forgotten clients
                 for _, _, one in self._holders:
-                    one.holds = bool(one.replies)
-                self._holders = [holder for holder in self._holders if holder[2].holds]
+                    one.is_in_heap = bool(one.replies)
+                self._holders = [holder for holder in self._holders if holder[2].is_in_heap]
                 heapify(self._holders)
         self._count(client, 1, _size_of(row))
 
@@ -259,7 +259,7 @@ class ClientTable:
             used, client_id, client = holders[0]
             if not client.replies:
                 heappop(holders)
-                client.holds = False
+                client.is_in_heap = False
             elif client.used != used:
                 heapreplace(holders, (client.used, client_id, client))
             elif client is answered and len(client.replies) == 1:

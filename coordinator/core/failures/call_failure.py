@@ -93,7 +93,7 @@ class CallFailures:
                 self.state.outbox.send_control(MessageType.VERDICTS, message)
         if MessageType.CAREFUL in extensions:
             careful = self.poison_guard.session_began(self._settled_sequence_id)
-            self._keep_suspect()
+            self._log_suspect()
             if careful is not None:
                 self.state.outbox.send_control(MessageType.CAREFUL, encode_careful(careful))
 
@@ -102,14 +102,14 @@ class CallFailures:
     def log_grew(self, summary: LogSummary) -> bool:
         """Send the following app new verdicts on later records. Return False if one concerns a record that it already
         has: then it must start over."""
-        fed_sequence_id, known = self.state.session.fed_sequence_id, self.verdicts.known
+        fed_sequence_id = self.state.session.fed_sequence_id
         sent: list[Verdict] = []
         for verdict in summary.verdicts:
             key = verdict.key
             own = self._unlogged.pop(key, None)
             if own is not None and own.kind is not VerdictKind.TAKEN_BACK:
                 sent.append(own)  # tells the app that the writer has reported it
-            if known(key) is not None or own is not None or key[0] <= self._settled_sequence_id:
+            if self.verdicts.get(key) is not None or own is not None or key[0] <= self._settled_sequence_id:
                 continue
             if key[0] > fed_sequence_id:
                 sent.append(verdict)
@@ -165,17 +165,17 @@ class CallFailures:
         """Return True if the lost app may have died at a query: it had reported no message that it was handling."""
         state = self.state
         is_death = state.session.phase in WORKS and not (self._is_leaving or state.session.refused)
-        return is_death and state.write_lease.writes and self.poison_guard.is_between
+        return is_death and state.write_lease.writes and self.poison_guard.is_idle
 
-    def caused_deaths(self, caller: str, count: int) -> None:
+    def penalize_caller(self, caller: str, count: int) -> None:
         """Count deaths of the app's process at a call of ``caller``, and hold the caller off after too many."""
         if not caller or not count:
             return
-        deaths, hold_ns = self.penalties.died_of(caller, self.state.now_ns, count)
-        if hold_ns:
-            self.state.report(notices.CallerHeldOff(caller, deaths, hold_ns / 1e9))
+        deaths, hold_off_ns = self.penalties.count_deaths(caller, self.state.now_ns, count)
+        if hold_off_ns:
+            self.state.report(notices.CallerHeldOff(caller, deaths, hold_off_ns / 1e9))
 
-    def app_lost(self, *, all_heard: bool) -> None:
+    def app_lost(self, *, all_read: bool) -> None:
         """Find the suspect after the app's connection has ended. The session is still that of the lost app."""
         session = self.state.session
         may_have_crashed = (
@@ -189,26 +189,26 @@ class CallFailures:
         if not may_have_crashed or not self.state.write_lease.writes:  # a follower's deaths concern only itself
             self.poison_guard.forget()
             return
-        verdict = self.poison_guard.app_died(session.fed_sequence_id, all_heard=all_heard)
+        verdict = self.poison_guard.app_died(session.fed_sequence_id, all_read=all_read)
         if verdict is not None:
-            self._give_killed(verdict)
-        self._keep_suspect()
+            self._log_killed_verdict(verdict)
+        self._log_suspect()
 
-    def _give_killed(self, verdict: Verdict) -> None:
+    def _log_killed_verdict(self, verdict: Verdict) -> None:
         where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
-        if self.give(verdict) is None:
+        if self.log_verdict(verdict) is None:
             self.state.report(notices.FailedBefore(verdict.text, where))
             return
         then = "its caller is told" if verdict.caller is not None else f"see 'immortal dead-letters {self.state.name}'"
         self.state.report(notices.NotCalledAgain(verdict.method or "a message", where, verdict.text, then))
 
-    def absolve(self, sequence_id: int) -> None:
+    def clear_suspect(self, sequence_id: int) -> None:
         """Clear the suspect because an operator has skipped its message."""
         if self.poison_guard.suspect.sequence_id == sequence_id:
             self.poison_guard.suspect = NO_SUSPECT
-            self._keep_suspect()
+            self._log_suspect()
 
-    def _keep_suspect(self) -> None:
+    def _log_suspect(self) -> None:
         if self.poison_guard.suspect != self._suspect and self.state.write_lease.writes:
             self._suspect = self.poison_guard.suspect
             self.state.log.append_outside_record(0).transaction.suspect = self._suspect
@@ -237,13 +237,13 @@ class CallFailures:
     def _handling(self, handling: Handling) -> None:
         self._require_fed("a Handling", handling.sequence_id)
         self.poison_guard.note_handling(handling, self.state.now_ns)
-        self._keep_suspect()
+        self._log_suspect()
 
-    def _require_fed(self, what: str, sequence_id: int) -> None:
+    def _require_fed(self, name: str, sequence_id: int) -> None:
         fed_sequence_id = self.state.session.fed_sequence_id
         if sequence_id > fed_sequence_id:
             raise AppProtocolError(
-                f"the app sent {what} of record {sequence_id}, it was given the records up to {fed_sequence_id}"
+                f"the app sent {name} of record {sequence_id}, it was given the records up to {fed_sequence_id}"
             )
 
     def _verdict(self, verdict: Verdict) -> None:
@@ -260,8 +260,8 @@ class CallFailures:
         if verdict.sequence_id <= self._adopted_sequence_id:
             self._start_over(verdict)
         elif self.state.write_lease.writes and not self.state.following:
-            self.give(_clipped(verdict), from_app=True)
-        elif self.verdicts.known(verdict.key) is None:
+            self.log_verdict(_clipped(verdict), from_app=True)
+        elif self.verdicts.get(verdict.key) is None:
             self._unlogged[verdict.key] = _clipped(verdict)
             self.verdicts.add_known([_clipped(verdict)])
         else:
@@ -277,23 +277,23 @@ class CallFailures:
         self.state.session.refused = True
         self.state.effects.append(CloseApp())
 
-    def give(self, verdict: Verdict, *, from_app: bool = False) -> Group | None:
+    def log_verdict(self, verdict: Verdict, *, from_app: bool = False) -> Group | None:
         """Log a verdict, and hold back all later outputs until it is durable. Return None if the message already has a
         verdict."""
-        group = self.verdicts.give(verdict, from_app=from_app)
+        group = self.verdicts.log_verdict(verdict, from_app=from_app)
         if group is not None:
-            self.state.held_ticket = group.ticket
+            self.state.last_verdict_ticket = group.ticket
         return group
 
     def needs_checkpoint(self) -> bool:
         """Return True if too many verdicts are kept. Then a checkpoint is requested, and no more calls that could be
         refused are accepted before it."""
-        full = self.verdicts.known_count >= self.state.limits.verdicts_max
+        full = self.verdicts.count >= self.state.limits.verdicts_max
         self.state.checkpoints.wanted = self.state.checkpoints.wanted or full
         return full
 
     def refuse(
-        self, group: Group, refused: Sequence[tuple[int, str, str]], caller: str, who_waits: str, cause: Cause
+        self, group: Group, refused: Sequence[tuple[int, str, str]], caller: str, waiting_caller: str, cause: Cause
     ) -> None:
         """Refuse some of the calls of ``caller`` that were just added to ``group``.
 
@@ -304,13 +304,13 @@ class CallFailures:
         given: list[Verdict] = []
         for index, method, text in refused:
             key = self.state.log.open_sequence_id, first + index
-            verdict = Verdict(*key, VerdictKind.REFUSED, "", text, cause, method=method, caller=who_waits)
-            if self.verdicts.give(verdict, group=group) is not None:  # otherwise it already has a verdict
+            verdict = Verdict(*key, VerdictKind.REFUSED, "", text, cause, method=method, caller=waiting_caller)
+            if self.verdicts.log_verdict(verdict, group=group) is not None:  # otherwise it already has a verdict
                 given.append(verdict)
         if not given:
             return
         if cause is Cause.UNUSABLE:
-            self.note_nested(caller or who_waits, len(refused), given[0].text)
+            self.note_nested(caller or waiting_caller, len(refused), given[0].text)
         else:
             self.note_forbidden(caller, len(refused), given[0].text)
         self._send(given)
@@ -337,7 +337,7 @@ class CallFailures:
         if news := self.poison_guard.long_handler_warning(least_s, state.now_ns):
             state.report(notices.StopWaits(news) if stopping else notices.HandlerTakesLong(news))
 
-    def stop_asked(self) -> None:
+    def stop_requested(self) -> None:
         if words := self.poison_guard.long_handler_text(self.state.now_ns):
             self.state.report(notices.StopWaits(words))
 
@@ -403,7 +403,7 @@ class Verdicts:
         for verdict in verdicts:
             self._known.setdefault(verdict.key, verdict)
 
-    def known(self, key: MessageKey) -> Verdict | None:
+    def get(self, key: MessageKey) -> Verdict | None:
         return self._known.get(key)
 
     def unsettled(self, sequence_id: int, summary: LogSummary) -> list[Verdict]:
@@ -416,15 +416,15 @@ class Verdicts:
         """Forget verdicts up to the record ``sequence_id``: no replay begins before it. The log still has them."""
         self._known = {key: verdict for key, verdict in self._known.items() if key[0] > sequence_id}
 
-    def known_until(self, sequence_id: int) -> list[MessageKey]:
+    def keys_until(self, sequence_id: int) -> list[MessageKey]:
         """Return the keys of messages up to the record ``sequence_id`` that have a verdict."""
         return sorted(key for key in self._known if key[0] <= sequence_id)
 
     @property
-    def known_count(self) -> int:
+    def count(self) -> int:
         return len(self._known)
 
-    def give(self, verdict: Verdict, *, from_app: bool = False, group: Group | None = None) -> Group | None:
+    def log_verdict(self, verdict: Verdict, *, from_app: bool = False, group: Group | None = None) -> Group | None:
         """Log a verdict; return the group that makes it durable, which is ``group`` if given. None if the message
         already has one."""
         known = self._known.get(verdict.key)

@@ -73,15 +73,15 @@ class OperatorActions:
         group = self.state.log.append_outside_record(0)
         for key in keys:
             self.call_failures.verdicts.remove_letter(key, group.transaction)
-        self._audit(group.transaction, event.who, f"dropped {_format_letters(keys)}")
+        self._audit(group.transaction, event.operator, f"dropped {_format_letters(keys)}")
         self._answer(group.ticket, event.token, {"dropped": len(keys)})
 
     def retry(self, event: ev.LettersRetried) -> None:
-        ticket, refused = self._call_all_again(event.letters, event.who)
+        ticket, refused = self._retry_all(event.letters, event.operator)
         answer = {"retried": len(event.letters) - len(refused), "refused": refused}
         self._answer(ticket, event.token, answer)
 
-    def _call_all_again(self, letters: Mapping[MessageKey, Letter | None], who: str) -> tuple[int, dict[str, str]]:
+    def _retry_all(self, letters: Mapping[MessageKey, Letter | None], operator: str) -> tuple[int, dict[str, str]]:
         """Log each letter as an impulse to oneself, in the transaction that removes the letter.
 
         Returns the last commit's ticket, and the reasons for letters that can't be retried.
@@ -90,7 +90,7 @@ class OperatorActions:
         refused: dict[str, str] = {}
         for key, letter in letters.items():
             try:
-                call = self._call_again(key, letter)
+                call = self._retry_letter(key, letter)
             except ImmortalError as error:
                 refused[_format_key(key)] = str(error)
                 continue
@@ -98,10 +98,10 @@ class OperatorActions:
             self.call_failures.verdicts.remove_letter(key, group.transaction)
             retried.setdefault(group.ticket, (group, []))[1].append(key)
         for group, keys in retried.values():
-            self._audit(group.transaction, who, f"retried {_format_letters(keys)}")
+            self._audit(group.transaction, operator, f"retried {_format_letters(keys)}")
         return max(retried, default=0), refused
 
-    def _call_again(self, key: MessageKey, letter: Letter | None) -> bytes:
+    def _retry_letter(self, key: MessageKey, letter: Letter | None) -> bytes:
         """Return the letter's call as an impulse. Raises _RefusedError, RemoteProtocolError."""
         if letter is None or key not in self.call_failures.verdicts.letters:
             raise _RefusedError("there is no such letter")
@@ -146,7 +146,7 @@ class OperatorActions:
             state.report(notices.LetterUnreadable(problem))
         letters = {one.verdict.key: one for one in event.letters if one.verdict.cause in _VERSION_CAUSES}
         version = state.versions.current
-        _, refused = self._call_all_again(letters, f"the upgrade to version {version}")
+        _, refused = self._retry_all(letters, f"the upgrade to version {version}")
         if count := len(letters) - len(refused):
             state.report(notices.LettersRetried(version, count))
         for key, reason in refused.items():
@@ -162,21 +162,21 @@ class OperatorActions:
             and event.message is not None
         ):
             found = replace(self._skipped(event), kind=VerdictKind.TAKEN_BACK, message=clipped_letter(event.message))
-            self.unsaved_state.wish(found, event.who, event.token)
+            self.unsaved_state.request_take_back(found, event.operator, event.token)
             return
         try:
             self._require_skippable(event, message)
-            group = self.call_failures.give(self._skipped(event))
+            group = self.call_failures.log_verdict(self._skipped(event))
             if group is None:
                 raise _RefusedError(f"{message} has a verdict already: the app passes it over")
         except _RefusedError as error:
             self._answer(0, event.token, {"refused": str(error)})
             return
         what = f"skipped {message}: {event.reason}"
-        self._audit(group.transaction, event.who, what)
+        self._audit(group.transaction, event.operator, what)
         self._answer(group.ticket, event.token, {"skipped": True})
-        self.call_failures.absolve(event.sequence_id)
-        self.state.report(notices.MessageSkipped(event.who, what))
+        self.call_failures.clear_suspect(event.sequence_id)
+        self.state.report(notices.MessageSkipped(event.operator, what))
         session = self.state.session
         if session.phase is not Phase.WAITING:
             session.refused = True
@@ -201,7 +201,7 @@ class OperatorActions:
         session = state.session
         is_connected = session.phase is not Phase.WAITING
         has_it = is_connected and sequence_id <= session.fed_sequence_id
-        if has_it and not call_failures.poison_guard.is_at(sequence_id, event.message_index):
+        if has_it and not call_failures.poison_guard.is_handling(sequence_id, event.message_index):
             at = call_failures.poison_guard.current_message_text()
             raise _RefusedError(
                 f"an app of {name!r} is connected, and may have handled {message} well"
@@ -228,8 +228,8 @@ class OperatorActions:
             message=clipped_letter(message) if caller is None else b"",
         )
 
-    def _audit(self, transaction: Transaction, who: str, what: str) -> None:
-        transaction.audit.append(AuditEntry(self.state.now_ns, who, what))
+    def _audit(self, transaction: Transaction, operator: str, action: str) -> None:
+        transaction.audit.append(AuditEntry(self.state.now_ns, operator, action))
 
 
 def clipped_letter(message: bytes) -> bytes:

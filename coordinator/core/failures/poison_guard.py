@@ -35,15 +35,15 @@ class PoisonGuard:
         self._kills_max = kills_max
         self._noted: Handling | None = None
         self._noted_ns = 0
-        self._told: tuple[int, int] | None = None  # the message that was reported to the operator as long
+        self._reported_message: tuple[int, int] | None = None  # the message that was reported to the operator as long
         self._careful = False  # the app was asked to be careful, and is not past the suspect
-        self.died_of: tuple[str, int] = "", 0
+        self.culprit: tuple[str, int] = "", 0
         """Sender of the message at which the app last died ("": itself, or unknown), and how many deaths to count: all
         with the verdict; without one, a single death if there is no limit, otherwise none."""
 
     def session_began(self, settled_sequence_id: int) -> Careful | None:
         """Start a run after the record ``settled_sequence_id``; return where the app must be careful, or None."""
-        self._noted = self._told = None
+        self._noted = self._reported_message = None
         suspect = self.suspect
         is_unknown = suspect.sequence_id == UNKNOWN
         last_sequence_id = suspect.last_sequence_id if is_unknown else suspect.sequence_id
@@ -62,17 +62,18 @@ class PoisonGuard:
             self._careful = False
             self.suspect = NO_SUSPECT
         else:
-            if handling.for_s > 0 and before is not None and self.is_at(handling.sequence_id, handling.message_index):
+            is_same = self.is_handling(handling.sequence_id, handling.message_index)
+            if handling.for_s > 0 and before is not None and is_same:
                 handling = replace(before, for_s=handling.for_s)  # the first report has the other fields
             self._noted, self._noted_ns = handling, now_ns
 
-    def is_at(self, sequence_id: int, message_index: int) -> bool:
+    def is_handling(self, sequence_id: int, message_index: int) -> bool:
         """Return True if the app last reported that it is at that message."""
         noted = self._noted
         return noted is not None and (noted.sequence_id, noted.message_index) == (sequence_id, message_index)
 
     @property
-    def is_between(self) -> bool:
+    def is_idle(self) -> bool:
         """True if the app has reported no message, and was not asked to be careful."""
         return self._noted is None and not self._careful
 
@@ -83,29 +84,29 @@ class PoisonGuard:
 
     def forget(self) -> None:
         """Forget reports of an app that is gone, when its end gives no suspect."""
-        self._noted = self._told = None
-        self.died_of = "", 0
+        self._noted = self._reported_message = None
+        self.culprit = "", 0
         self._careful = False
 
-    def app_died(self, fed_sequence_id: int, *, all_heard: bool) -> Verdict | None:
+    def app_died(self, fed_sequence_id: int, *, all_read: bool) -> Verdict | None:
         """Note that the app died after the records up to ``fed_sequence_id``. Return the verdict if it died too often.
 
-        ``all_heard``: everything that it had sent was read.
+        ``all_read``: everything that it had sent was read.
         """
         noted, before, was_careful = self._noted, self.suspect, self._careful
         self.forget()
-        if noted is None or not all_heard:
+        if noted is None or not all_read:
             if not was_careful:  # otherwise the earlier suspect stays: the app may not have reached it
                 self.suspect = Suspect(UNKNOWN, RECORD, 1, fed_sequence_id)
             return None
         runs_count = before.runs_count + 1 if _may_be(before, noted) else 1
-        culprit = noted.caller or noted.source
+        sender = noted.caller or noted.source
         self.suspect = Suspect(noted.sequence_id, noted.message_index, runs_count, task=noted.task)
         if self._kills_max is None or runs_count < self._kills_max or noted.message_index == RECORD:
-            self.died_of = culprit, int(self._kills_max is None)
+            self.culprit = sender, int(self._kills_max is None)
             return None
         self.suspect = NO_SUSPECT
-        self.died_of = culprit, runs_count
+        self.culprit = sender, runs_count
         times = "once" if runs_count == 1 else f"{runs_count} times"
         return Verdict(
             noted.sequence_id,
@@ -147,8 +148,8 @@ class PoisonGuard:
         if noted is None or noted.for_s < long_handler_s:
             return ""
         message = noted.sequence_id, noted.message_index
-        told, self._told = self._told == message, message
-        return "" if told else self.long_handler_text(now_ns)
+        was_reported, self._reported_message = self._reported_message == message, message
+        return "" if was_reported else self.long_handler_text(now_ns)
 
 
 def _may_be(suspect: Suspect, noted: Handling) -> bool:
@@ -184,9 +185,9 @@ FORGET_NS = 600 * 1_000_000_000  # time after the last death after which a calle
 class _Caller:
     def __init__(self) -> None:
         self.deaths = 0
-        self.holds = 0
+        self.hold_off_count = 0
         self.last_ns = 0
-        self.held_until_ns = 0
+        self.held_off_until_ns = 0
 
 
 class CallerPenalties:
@@ -194,14 +195,14 @@ class CallerPenalties:
 
     def __init__(self, limits: Limits) -> None:
         self._kills_max = limits.kills_max
-        self._hold_ns_min, self._hold_ns_max = limits.hold_off_ns_min, limits.hold_off_ns_max
+        self._hold_off_ns_min, self._hold_off_ns_max = limits.hold_off_ns_min, limits.hold_off_ns_max
         self._callers: OrderedDict[str, _Caller] = OrderedDict()
         self._queries: OrderedDict[bytes, int] = OrderedDict()  # deaths by digest
-        self._held_until_ns = 0  # latest time of all callers
+        self._held_off_until_ns = 0  # latest time of all callers
 
     # --- callers -----------------------------------------------------------------------------------------------------
 
-    def died_of(self, caller: str, now_ns: int, deaths: int = 1) -> tuple[int, int]:
+    def count_deaths(self, caller: str, now_ns: int, deaths: int = 1) -> tuple[int, int]:
         """Count deaths at a call of ``caller``; return how many it has caused, and for how many ns it is held off."""
         known = self._callers.pop(caller, None)
         if known is None or now_ns - known.last_ns > FORGET_NS:
@@ -213,33 +214,33 @@ class CallerPenalties:
         known.last_ns = now_ns
         if known.deaths <= FREE_DEATHS:
             return known.deaths, 0
-        hold_ns = min(self._hold_ns_min << min(known.holds, 32), self._hold_ns_max)
-        known.holds += 1
-        known.held_until_ns = now_ns + hold_ns
-        self._held_until_ns = max(self._held_until_ns, known.held_until_ns)
-        return known.deaths, hold_ns
+        hold_off_ns = min(self._hold_off_ns_min << min(known.hold_off_count, 32), self._hold_off_ns_max)
+        known.hold_off_count += 1
+        known.held_off_until_ns = now_ns + hold_off_ns
+        self._held_off_until_ns = max(self._held_off_until_ns, known.held_off_until_ns)
+        return known.deaths, hold_off_ns
 
     @property
-    def has_held(self) -> bool:
+    def has_held_off(self) -> bool:
         """True if a caller is or was held off."""
-        return self._held_until_ns > 0
+        return self._held_off_until_ns > 0
 
-    def held_ns(self, caller: str, now_ns: int) -> int:
+    def hold_off_ns(self, caller: str, now_ns: int) -> int:
         """Return for how many ns the calls of ``caller`` are refused; 0: it can call."""
-        if now_ns >= self._held_until_ns:
+        if now_ns >= self._held_off_until_ns:
             return 0
         known = self._callers.get(caller)
-        return 0 if known is None else max(0, min(known.held_until_ns - now_ns, self._hold_ns_max))
+        return 0 if known is None else max(0, min(known.held_off_until_ns - now_ns, self._hold_off_ns_max))
 
-    def hold_reason(self, caller: str, now_ns: int) -> str:
+    def hold_off_reason(self, caller: str, now_ns: int) -> str:
         """Return why ``caller`` is held off; "" if it can call."""
-        held_ns = self.held_ns(caller, now_ns)
-        if not held_ns:
+        hold_off_ns = self.hold_off_ns(caller, now_ns)
+        if not hold_off_ns:
             return ""
         deaths = self._callers[caller].deaths
         return (
             f"calls of {caller!r} have ended the app's process {deaths} times: nothing more of it is taken for "
-            f"{held_ns / 1e9:.1f} s"
+            f"{hold_off_ns / 1e9:.1f} s"
         )
 
     @property

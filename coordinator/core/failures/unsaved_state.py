@@ -23,14 +23,14 @@ from immortal.protocol.verdicts import MessageKey, Unsaved, Verdict, VerdictKind
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Wish:
-    """Request of an operator, ``who``, to take a message back. ``token``: for the answer; None: answered. ``asked``:
-    the app has the request."""
+class TakeBackRequest:
+    """Request of ``operator`` to take a message back. ``token``: for the answer; None: answered. ``is_sent``: the app
+    has the request."""
 
     verdict: Verdict
-    who: str
+    operator: str
     token: object | None
-    asked: bool = False
+    is_sent: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -43,7 +43,7 @@ class UnsavedState:
     failures: int = 0  # in a row
     since_ns: int = 0  # of the first of them
     _taken_back: list[Verdict] = field(default_factory=list)  # for the next checkpoint
-    _wishes: dict[MessageKey, Wish] = field(default_factory=dict)
+    _requests: dict[MessageKey, TakeBackRequest] = field(default_factory=dict)
 
     # --- reports of the app ------------------------------------------------------------------------------------------
 
@@ -54,9 +54,9 @@ class UnsavedState:
             self.since_ns = state.now_ns
         self.failures += 1
         self.failed = unsaved
-        state.checkpoints.tried_ns = state.now_ns
+        state.checkpoints.last_failed_ns = state.now_ns
         state.report(notices.StateUnsaved(self.problem_text(), self.cost_text(), self.remedy_text(), self.failures))
-        self._answer_wishes(unsaved)
+        self._answer_requests(unsaved)
 
     def taken_back(self, verdict: Verdict) -> None:
         """Note a message that the next checkpoint's state lacks. Raises AppProtocolError."""
@@ -67,20 +67,20 @@ class UnsavedState:
                 f"given the records up to {sequence_id}"
             )
         self._taken_back.append(verdict)
-        self.state.held = True
+        self.state.outputs_held = True
 
-    def checkpoint_whole(self, group: Group) -> None:
+    def checkpoint_complete(self, group: Group) -> None:
         """Log the verdicts on taken-back messages in ``group``, together with the checkpoint's header."""
         for verdict in self._taken_back:
-            self.verdicts.give(verdict, group=group)
-            wish = self._wishes.get(verdict.key)
+            self.verdicts.log_verdict(verdict, group=group)
+            request = self._requests.get(verdict.key)
             what = f"took back message {verdict.message_index} of record {verdict.sequence_id}: {verdict.text}"
-            if wish is not None:
-                group.transaction.audit.append(AuditEntry(self.state.now_ns, wish.who, what))
+            if request is not None:
+                group.transaction.audit.append(AuditEntry(self.state.now_ns, request.operator, what))
         if self._taken_back:
-            self.state.held_ticket = group.ticket
+            self.state.last_verdict_ticket = group.ticket
 
-    def durable(self) -> None:
+    def checkpoint_durable(self) -> None:
         """Note that the checkpoint is durable, and report what changed."""
         for verdict in self._taken_back:
             where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
@@ -89,22 +89,22 @@ class UnsavedState:
             self.state.report(notices.StateSavedAgain(self.failures))
         taken = {verdict.key for verdict in self._taken_back}
         if taken:
-            self.state.held = False
-        for key, wish in self._wishes.items():
+            self.state.outputs_held = False
+        for key, request in self._requests.items():
             if key in taken:
-                self._answer(wish, {"skipped": True})
+                self._answer(request, {"skipped": True})
             else:
-                self._answer(wish, {"refused": "the state can be saved as it is by now: nothing was skipped"})
+                self._answer(request, {"refused": "the state can be saved as it is by now: nothing was skipped"})
         self.failed, self.failures = None, 0
-        self._taken_back, self._wishes = [], {}
+        self._taken_back, self._requests = [], {}
 
     def app_lost(self) -> None:
         if self._taken_back:
-            self.state.held = False
+            self.state.outputs_held = False
         self._taken_back = []
-        for wish in self._wishes.values():
-            self._answer(wish, {"refused": "the app is gone: ask again once it works"})
-        self._wishes = {}
+        for request in self._requests.values():
+            self._answer(request, {"refused": "the app is gone: ask again once it works"})
+        self._requests = {}
 
     # --- decisions of an operator ------------------------------------------------------------------------------------
 
@@ -113,42 +113,43 @@ class UnsavedState:
         failed = self.failed
         return failed is not None and key == (failed.sequence_id, failed.message_index, 0, 0)
 
-    def wish(self, verdict: Verdict, who: str, token: object) -> None:
+    def request_take_back(self, verdict: Verdict, operator: str, token: object) -> None:
         """Ask the app, on an operator's request, for a checkpoint without that message."""
-        self._wishes[verdict.key] = Wish(verdict, who, token)
+        self._requests[verdict.key] = TakeBackRequest(verdict, operator, token)
         self.state.checkpoints.wanted = True
 
     @property
-    def is_wished(self) -> bool:
-        return bool(self._wishes)
+    def has_requests(self) -> bool:
+        return bool(self._requests)
 
-    def ask(self) -> None:
+    def send_requests(self) -> None:
         """Tell the app, before a TakeCheckpoint, which messages to take back."""
-        for wish in self._wishes.values():
-            wish.asked = True
-            self.state.outbox.send_control(MessageType.TAKE_BACK, encode_verdict(wish.verdict, MessageType.TAKE_BACK))
+        for request in self._requests.values():
+            request.is_sent = True
+            message = encode_verdict(request.verdict, MessageType.TAKE_BACK)
+            self.state.outbox.send_control(MessageType.TAKE_BACK, message)
 
-    def _answer_wishes(self, unsaved: Unsaved) -> None:
+    def _answer_requests(self, unsaved: Unsaved) -> None:
         """Answer operators that the checkpoint failed without those messages too. If another message is the cause, the
         requests stay until it is skipped as well."""
-        if not all(wish.asked for wish in self._wishes.values()):  # with the next one
+        if not all(request.is_sent for request in self._requests.values()):  # with the next one
             self.state.checkpoints.wanted = True
             return
         key = unsaved.sequence_id, unsaved.message_index, 0, 0
-        another = unsaved.sequence_id >= 0 and key not in self._wishes and not unsaved.why
-        for wish in self._wishes.values():
+        another = unsaved.sequence_id >= 0 and key not in self._requests and not unsaved.why
+        for request in self._requests.values():
             if another:
                 text = f"it is noted, and the state still can't be saved: skip {self.problem_text()} too"
             else:
                 text = f"the state can't be saved without it: {unsaved.why or unsaved.text}"
-            self._answer(wish, {"refused": text})
+            self._answer(request, {"refused": text})
         if not another:
-            self._wishes = {}
+            self._requests = {}
 
-    def _answer(self, wish: Wish, answer: dict[str, object]) -> None:
-        if wish.token is not None:
-            self.state.effects.append(OperatorAnswered(wish.token, answer))
-            wish.token = None
+    def _answer(self, request: TakeBackRequest, answer: dict[str, object]) -> None:
+        if request.token is not None:
+            self.state.effects.append(OperatorAnswered(request.token, answer))
+            request.token = None
 
     # --- texts -------------------------------------------------------------------------------------------------------
 

@@ -27,22 +27,22 @@ from immortal.protocol.verdicts import FAILED_CALL, Cause
 class Admission:
     """Admission control of one instance."""
 
-    def __init__(self, state: CoreState, call_failures: CallFailures, given: Mapping[str, Permission]) -> None:
-        self.permissions = Permissions(state.name, given)
-        self.open_calls = OpenCalls(given, is_known=True)  # of peers
+    def __init__(self, state: CoreState, call_failures: CallFailures, by_caller: Mapping[str, Permission]) -> None:
+        self.permissions = Permissions(state.name, by_caller)
+        self.open_calls = OpenCalls(by_caller, is_known=True)  # of peers
         self.call_failures = call_failures
         self._state = state
 
-    def change(self, given: Mapping[str, Permission], *, has_keys: bool) -> None:
+    def change(self, by_caller: Mapping[str, Permission], *, has_keys: bool) -> None:
         """Apply new settings, or note that callers have keys now."""
-        self.permissions.change(given, has_keys=has_keys)
-        self.open_calls.change(given)
+        self.permissions.change(by_caller, has_keys=has_keys)
+        self.open_calls.change(by_caller)
 
     def peer_wait_reason(self, caller: str) -> str:
         """Return why no call of a peer can be accepted yet; "" if it can."""
         why = self.permissions.wait_reason(caller, is_instance=True)
         limit = self.open_calls.limit(caller)
-        if why or limit is None or (self.open_calls.is_known and self.permissions.takes_verdicts):
+        if why or limit is None or (self.open_calls.is_known and self.permissions.accepts_verdicts):
             return why
         return (
             f"{self._state.name!r} lets {caller!r} have {limit} calls open at once, and how many are is not known "
@@ -61,47 +61,47 @@ class Admission:
 
     def hold_off_reason(self, caller: str) -> str:
         """Return why ``caller`` is held off, because its calls ended the app's process; "" if it is not."""
-        return self.call_failures.penalties.hold_reason(caller, self._state.now_ns)
+        return self.call_failures.penalties.hold_off_reason(caller, self._state.now_ns)
 
     @property
-    def holds_back(self) -> bool:
+    def can_hold_back(self) -> bool:
         """True if some caller may have to wait for its rate or its hold-off."""
-        return self.permissions.has_rates or self.call_failures.penalties.has_held
+        return self.permissions.has_rates or self.call_failures.penalties.has_held_off
 
-    def first_of(self, caller: str, calls: bytes, count: int, open_count: int | None = None) -> tuple[int, int]:
-        """Return how many of these messages are accepted now, and where they end; see :meth:`Permissions.first_of`."""
+    def admit(self, caller: str, calls: bytes, count: int, open_count: int | None = None) -> tuple[int, int]:
+        """Return how many of these messages are accepted now, and where they end; see :meth:`Permissions.admit`."""
         if self.hold_off_reason(caller):
             return 0, 0
-        return self.permissions.first_of(caller, calls, count, open_count, self._state.now_ns)
+        return self.permissions.admit(caller, calls, count, open_count, self._state.now_ns)
 
-    def taken(
-        self, group: Group, calls: bytes, count: int, caller: str, who_waits: str, reserved: Sequence[int] = ()
+    def refuse_forbidden(
+        self, group: Group, calls: bytes, count: int, caller: str, waiting_caller: str, reserved: Sequence[int] = ()
     ) -> None:
         """Give verdicts on the calls of ``caller``, just added to ``group``, that it is not allowed to send.
 
         ``reserved``: indices of calls of methods that only the app itself can call.
         """
         call_failures = self.call_failures
-        self.refuse_nested(group, calls, count, caller, who_waits)
+        self.refuse_nested(group, calls, count, caller, waiting_caller)
         refused: dict[int, tuple[str, str]] = {}  # index -> (method, why)
         for index, method in self.permissions.methods_of(calls, reserved):
             refused[index] = (
                 method,
                 f"{caller!r} called {method} of {self._state.name!r}: only an app itself may call negative ones",
             )
-        for index, method in self.permissions.forbidden(caller, calls, is_instance=who_waits == caller):
-            refused.setdefault(index, (method, self.why_forbidden(caller, method)))
-        if who_waits == caller:  # a peer
+        for index, method in self.permissions.find_forbidden(caller, calls, is_instance=waiting_caller == caller):
+            refused.setdefault(index, (method, self.format_permission_refusal(caller, method)))
+        if waiting_caller == caller:  # a peer
             limit = self.open_calls.limit(caller)
-            beyond = self.open_calls.taken(caller, calls, self._state.log.open_sequence_id)
+            beyond = self.open_calls.add_calls(caller, calls, self._state.log.open_sequence_id)
             for index, method in self.permissions.methods_of(calls, beyond):
                 why = f"{caller!r} has {limit} calls of {self._state.name!r} open, and may have no more"
                 refused.setdefault(index, (method, why))
         if refused:
             found = [(index, *refused[index]) for index in sorted(refused)]
-            call_failures.refuse(group, found, caller, who_waits, Cause.FORBIDDEN)
+            call_failures.refuse(group, found, caller, waiting_caller, Cause.FORBIDDEN)
 
-    def refuse_nested(self, group: Group, calls: bytes, count: int, caller: str, who_waits: str) -> None:
+    def refuse_nested(self, group: Group, calls: bytes, count: int, caller: str, waiting_caller: str) -> None:
         """Give verdicts on messages, just added to ``group``, that are nested too deeply.
 
         An app of the base protocol defines its own arguments, which need not be MessagePack: these are not checked.
@@ -109,11 +109,11 @@ class Admission:
         if not self._state.app_knows_extensions:
             return
         refused = [
-            (index, *self._describe_nested(calls, start, caller or who_waits))
+            (index, *self._describe_nested(calls, start, caller or waiting_caller))
             for index, start in messages_nested_too_deep(calls, count, self._state.limits.nesting_max)
         ]
         if refused:
-            self.call_failures.refuse(group, refused, caller, who_waits, Cause.UNUSABLE)
+            self.call_failures.refuse(group, refused, caller, waiting_caller, Cause.UNUSABLE)
 
     def _describe_nested(self, calls: bytes, start: int, caller: str) -> tuple[str, str]:
         """Return the method of the RPC whose data begins at ``start``, and why it is refused."""
@@ -137,7 +137,7 @@ class Admission:
         failed = msgspec.msgpack.encode((FAILED_CALL, ("NestedTooDeeply", text, ""), {}))
         return Reply(reply.number, ReplyKind.RAISED, failed[1:])
 
-    def why_forbidden(self, caller: str, method: str) -> str:
+    def format_permission_refusal(self, caller: str, method: str) -> str:
         """Return the text of a refusal: who called, what permission is missing, and how to give it."""
         text = f"{caller!r} may not call {method!r} of {self._state.name!r}"
         if self.permissions.lacks_queries(caller):
@@ -198,16 +198,16 @@ class OpenCalls:
     """Open calls of peers with a limit. ``is_known``: the counts are right, because a recovery has made all answers
     again."""
 
-    def __init__(self, given: Mapping[str, Permission], *, is_known: bool) -> None:
+    def __init__(self, by_caller: Mapping[str, Permission], *, is_known: bool) -> None:
         self.is_known = is_known
         self._limits: dict[str, int] = {}  # by caller
         self._open: dict[str, _Open] = {}
-        self.change(given)
+        self.change(by_caller)
 
-    def change(self, given: Mapping[str, Permission]) -> None:
+    def change(self, by_caller: Mapping[str, Permission]) -> None:
         """Apply new limits. Calls accepted before a caller had a limit do not count."""
         self._limits = {
-            caller: permission.concurrent for caller, permission in given.items() if permission.concurrent is not None
+            caller: limited.concurrent for caller, limited in by_caller.items() if limited.concurrent is not None
         }
         self._open = {caller: self._open.get(caller) or _Open() for caller in self._limits}
 
@@ -220,7 +220,7 @@ class OpenCalls:
         """Number of open calls, by caller with a limit."""
         return {caller: calls.count for caller, calls in self._open.items()}
 
-    def taken(self, caller: str, calls: bytes, sequence_id: int) -> list[int]:
+    def add_calls(self, caller: str, calls: bytes, sequence_id: int) -> list[int]:
         """Count the checked calls of the record ``sequence_id``; return the indices of those beyond the limit."""
         limit = self._limits.get(caller)
         if limit is None:
@@ -308,10 +308,10 @@ class Delivery:
     ) -> Delivered | None:
         """Log those of the packed, checked ``calls`` that are accepted from ``caller`` now; None: none of them.
 
-        The sender must send the others again. ``open_count``: as in :meth:`Admission.first_of`. ``reserved``: indices
+        The sender must send the others again. ``open_count``: as in :meth:`Admission.admit`. ``reserved``: indices
         of calls of methods that only the app itself can call: these are refused.
         """
-        count, end = self.admission.first_of(caller or source.name, calls, source.count, open_count)
+        count, end = self.admission.admit(caller or source.name, calls, source.count, open_count)
         if not count:
             return None
         if count < source.count:
@@ -319,7 +319,7 @@ class Delivery:
             source = structs.replace(source, count=count)
         delivered = self._append(source, calls, from_app=False)
         kept = [one for one in reserved if one < count]
-        self.admission.taken(delivered.group, calls, count, caller, source.name, kept)
+        self.admission.refuse_forbidden(delivered.group, calls, count, caller, source.name, kept)
         return delivered
 
     def deliver_own(self, source: BatchSource, calls: bytes) -> Delivered:

@@ -195,7 +195,7 @@ class AppInbox:
                 self._components.checkpoint_taker.blob_received(message)
 
     def _message(self, message: Message) -> None:
-        if not self._state.session.has_spoken:
+        if not self._state.session.has_sent:
             self._first_message(message)
             if message.message_type == MessageType.HELLO:
                 return
@@ -210,8 +210,8 @@ class AppInbox:
         session = self._state.session
         session.note_first_message(message)
         self._check_extensions()
-        self._components.admission.permissions.app_came(
-            takes_verdicts=MessageType.VERDICTS in session.extensions,
+        self._components.admission.permissions.app_connected(
+            accepts_verdicts=MessageType.VERDICTS in session.extensions,
             describes=MessageType.APP_DESCRIPTION in session.extensions,
         )
         if message.message_type == MessageType.HELLO and session.phase is Phase.FIRST_START:
@@ -219,9 +219,9 @@ class AppInbox:
 
     def _base_app_began(self) -> None:
         """Note a first message that is not a Hello: the app uses the base protocol."""
-        if not self._state.session.has_spoken:
+        if not self._state.session.has_sent:
             self._state.session.note_first_message(None)
-            self._components.admission.permissions.app_came(takes_verdicts=False)
+            self._components.admission.permissions.app_connected(accepts_verdicts=False)
             self._check_extensions()
 
     def _check_extensions(self) -> None:
@@ -247,12 +247,12 @@ class AppInbox:
             elif self._impulses_wait or impulses.held_bytes:
                 impulses.hold(calls)
             else:
-                impulses.take(calls)
+                impulses.log_calls(calls)
 
     def admit_impulses(self) -> None:
         """Log the held impulses, unless they must still wait."""
         if not self._impulses_wait:
-            self._impulses.take_held()
+            self._impulses.log_held()
 
     @property
     def _impulses_wait(self) -> bool:
@@ -267,7 +267,7 @@ class AppInbox:
                 self._state.effects.append(OpenPeer(destination))
 
     def _barrier(self, message: Message) -> None:
-        self._peers.outbound.put_barrier(decode_attach_to(message.data))
+        self._peers.outbound.add_barrier(decode_attach_to(message.data))
 
     def _description(self, message: Message) -> None:
         description = self._state.session.description = decode_app_description(message.data)

@@ -60,18 +60,18 @@ class Impulses:
         self._held.append(calls)
         self.held_bytes += len(calls.payload) + HELD_OVERHEAD_BYTES
 
-    def take_held(self) -> None:
+    def log_held(self) -> None:
         """Log the held impulses."""
         held = self._held
         self.forget()
         for calls in held:
-            self.take(calls)
+            self.log_calls(calls)
 
     def forget(self) -> None:
         """Drop the held impulses of an app that is gone: it was never told that they were accepted."""
         self._held, self.held_bytes = [], 0
 
-    def take(self, calls: Calls) -> None:
+    def log_calls(self, calls: Calls) -> None:
         """Log the app's next impulses."""
         if calls.destination == ONESELF:
             group = self.log_own(calls.count, calls.payload)
@@ -108,7 +108,7 @@ class Load(IntEnum):
 @dataclass(slots=True, eq=False, repr=False)
 class _ReportedLoad:
     load: Load
-    seen_ns: int  # when it was last seen
+    last_seen_ns: int  # when it was last seen
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -137,7 +137,7 @@ class BackPressure:
             or state.checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
             # ... the last checkpoint arrives after what the app has sent
             or (bool(self.held_up_for) and not state.shutdown.is_requested)
-            or (self.impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
+            or (self.impulses.held_bytes > limits.log_pending_bytes and self._app_is_idle)
             or state.shutdown.hands_over
         )
         if full != self.paused and state.session.phase is not Phase.WAITING:
@@ -145,7 +145,7 @@ class BackPressure:
             effects.append(PauseApp() if full else ResumeApp())
 
     @property
-    def _app_has_nothing_to_do(self) -> bool:
+    def _app_is_idle(self) -> bool:
         """True if the app has handled all records and owes no checkpoint, so nothing that it could send is needed."""
         state, session = self.state, self.state.session
         has_all = session.fed_sequence_id == state.log.durable_sequence_id or state.pause.is_paused
@@ -165,8 +165,8 @@ class BackPressure:
         now_ns = self.state.now_ns
         reported = self._reported.get(stream.destination)
         if reported is not None and load == reported.load:
-            reported.seen_ns = now_ns
-        if reported is not None and load <= reported.load and now_ns - reported.seen_ns < CALM_NS:
+            reported.last_seen_ns = now_ns
+        if reported is not None and load <= reported.load and now_ns - reported.last_seen_ns < CALM_NS:
             return
         if load is Load.IN_MEMORY:
             del self._reported[stream.destination]

@@ -71,9 +71,9 @@ class Inbound:
     # --- a Hello that can't be answered yet --------------------------------------------------------------------------
 
     @property
-    def holds_back(self) -> bool:
+    def has_held_back_hellos(self) -> bool:
         """True if a Hello waits for its sender's rate, or for the end of a hold-off."""
-        return bool(self._parked) and self._state.ready and self._admission.holds_back
+        return bool(self._parked) and self._state.ready and self._admission.can_hold_back
 
     def _park(self, hello: PeerFrameReceived) -> None:
         """Keep a Hello until it can be answered. Only the newest few of each sender are kept."""
@@ -102,22 +102,22 @@ class Inbound:
         self.turns.note_sender(sender, now_ns)
         if not self.turns.must_wait(sender, size_bytes, stream.pending_bytes, now_ns):
             return False
-        count, waiting_bytes = self.turns.waiting_of(sender)
-        here_bytes, allowed_bytes = stream.pending_bytes + waiting_bytes, self.grants.allowed_bytes(sender)
+        count, waiting_bytes = self.turns.count_waiting(sender)
+        pending_bytes, allowed_bytes = stream.pending_bytes + waiting_bytes, self.grants.allowed_bytes(sender)
         too_many = stream.waiting_count + count >= self._state.limits.waiting_frames_max
-        if not too_many and not (here_bytes and here_bytes + size_bytes > allowed_bytes):
+        if not too_many and not (pending_bytes and pending_bytes + size_bytes > allowed_bytes):
             self.turns.wait(event)
         elif not self.turns.continues(frame, stream.received):
             # Sent again, or cut into other pieces: the sender is within its window. It must resend what was not taken.
-            for waiting in (*self.turns.take_all(sender), event):
+            for waiting in (*self.turns.remove_waiting(sender), event):
                 self._reply(waiting.token, sender, _Reply(FrameType.RESEND, stream.received))
         elif too_many:
             self._reply(token, sender, self._too_many(stream, stream.waiting_count + count))
         else:
-            self._reply(token, sender, self._too_much(stream, here_bytes, size_bytes, allowed_bytes))
+            self._reply(token, sender, self._too_much(stream, pending_bytes, size_bytes, allowed_bytes))
         return True
 
-    def take_turns(self) -> None:
+    def process_waiting_batches(self) -> None:
         """Take the batches whose turn has come; none while stopping."""
         now_ns = self._state.now_ns
         self.grants.now_ns = now_ns
@@ -159,7 +159,7 @@ class Inbound:
             return _refuse(RefusedCode.MALFORMED, str(error))
         if part is not None:
             first_position, count, payload, reserved = part
-            if reserved and not state.app_takes_verdicts:
+            if reserved and not state.app_accepts_verdicts:
                 reason = f"message {reserved[0]} of a batch has a negative method: only an app itself may call those"
                 return _refuse(RefusedCode.MALFORMED, reason)
             allowed_bytes = self.grants.allowed_bytes(frame.sender)
@@ -168,8 +168,8 @@ class Inbound:
             source = BatchSource(BatchKind.STREAM, frame.sender, first_position, count, frame.time_ns)
             delivered = self._delivery.deliver(source, payload, frame.sender, reserved=reserved)
             if delivered is not None:
-                self._note_taken(stream, frame, first_position, delivered)
-                self.turns.calls_taken(frame.sender, len(delivered.calls), delivered.group.ticket, now_ns)
+                self._log_position(stream, frame, first_position, delivered)
+                self.turns.note_logged_batch(frame.sender, len(delivered.calls), delivered.group.ticket, now_ns)
             if delivered is None or delivered.count < count:
                 return _Reply(FrameType.RESEND, 0)  # it greets again, and gets its answer once it can call again
         stream.wait_for(last_position, token)
@@ -187,17 +187,17 @@ class Inbound:
             code = RefusedCode.ROLLED_BACK
         return _Reply(FrameType.WELCOME, stream.durable, code)
 
-    def take_own(self, batch: OutputBatch) -> None:
+    def accept_own_batch(self, batch: OutputBatch) -> None:
         """Take the next batch of the stream to oneself."""
         now_ns = self._state.now_ns
         frame = self._state.frame(FrameType.BATCH, ONESELF, batch.first_position, count=batch.count, time_ns=now_ns)
         source = BatchSource(BatchKind.STREAM, ONESELF, batch.first_position, batch.count, now_ns)
         delivered = self._delivery.deliver_own(source, batch.payload)
-        self._note_taken(self.senders.stream(ONESELF), frame, batch.first_position, delivered)
+        self._log_position(self.senders.stream(ONESELF), frame, batch.first_position, delivered)
 
-    def _note_taken(self, stream: InputStream, frame: PeerFrame, first_position: int, delivered: Delivered) -> None:
+    def _log_position(self, stream: InputStream, frame: PeerFrame, first_position: int, delivered: Delivered) -> None:
         """Note the stream's new position in the record's transaction."""
-        position = stream.take(frame, first_position + delivered.count - 1, len(delivered.calls))
+        position = stream.accept(frame, first_position + delivered.count - 1, len(delivered.calls))
         delivered.group.transaction.sources[stream.source] = position
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]]) -> None:
@@ -224,8 +224,8 @@ class Inbound:
     def _too_many(self, stream: InputStream, count: int) -> _Reply:
         return self._beyond_window(stream, f"{count} frames wait to be acknowledged")
 
-    def _too_much(self, stream: InputStream, here_bytes: int, more_bytes: int, allowed_bytes: int) -> _Reply:
-        on_its_way = f"{here_bytes} bytes wait for the disk and {more_bytes} more came"
+    def _too_much(self, stream: InputStream, pending_bytes: int, size_bytes: int, allowed_bytes: int) -> _Reply:
+        on_its_way = f"{pending_bytes} bytes wait for the disk and {size_bytes} more came"
         return self._beyond_window(stream, f"{on_its_way}; {allowed_bytes} were granted")
 
     def _beyond_window(self, stream: InputStream, reason: str) -> _Reply:
@@ -325,7 +325,7 @@ class FairTurns:
         self._waiting_bytes[sender] = self._waiting_bytes.get(sender, 0) + size_bytes
         self.waiting_bytes += size_bytes
 
-    def waiting_of(self, sender: str) -> tuple[int, int]:
+    def count_waiting(self, sender: str) -> tuple[int, int]:
         """Return how many batches and bytes of ``sender`` wait."""
         return len(self._waiting.get(sender, ())), self._waiting_bytes.get(sender, 0)
 
@@ -338,7 +338,7 @@ class FairTurns:
             position += one.frame.count
         return frame.position == position
 
-    def take_all(self, sender: str) -> list[PeerFrameReceived]:
+    def remove_waiting(self, sender: str) -> list[PeerFrameReceived]:
         """Return and remove the waiting batches of ``sender``."""
         self.waiting_bytes -= self._waiting_bytes.pop(sender, 0)
         return list(self._waiting.pop(sender, ()))
@@ -351,10 +351,10 @@ class FairTurns:
             size_bytes, pending_bytes = len(waiting[0].frame.payload), pending(sender)
             fits = not pending_bytes or pending_bytes + size_bytes <= allowed(sender)
             if fits and self._has_turn(sender, size_bytes, pending_bytes, now_ns):
-                return self._take_first(sender, waiting)
+                return self._pop_first(sender, waiting)
         return None
 
-    def _take_first(self, sender: str, waiting: deque[PeerFrameReceived]) -> PeerFrameReceived:
+    def _pop_first(self, sender: str, waiting: deque[PeerFrameReceived]) -> PeerFrameReceived:
         first = waiting.popleft()
         size_bytes = len(first.frame.payload)
         self.waiting_bytes -= size_bytes
@@ -365,7 +365,7 @@ class FairTurns:
             del self._waiting[sender], self._waiting_bytes[sender]
         return first
 
-    def calls_taken(self, sender: str, size_bytes: int, ticket: int, now_ns: int) -> None:
+    def note_logged_batch(self, sender: str, size_bytes: int, ticket: int, now_ns: int) -> None:
         """Note that a batch goes into the log with the commit ``ticket``."""
         if size_bytes > self.limits.turn_bytes:
             self._long = _Long(sender, ticket, now_ns)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from immortal.coordinator.core import formatting
 from immortal.coordinator.core.effects import Report
-from immortal.coordinator.core.formatting import sender_swapped
+from immortal.coordinator.core.formatting import describe_swapped_sender
 from immortal.coordinator.core.interfaces import IMPULSES, LogSummary, SourcePosition
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.notices import OldPeerRefused, PeerRefused
@@ -40,7 +40,7 @@ class InputStream:
         self.error = ""  # why the last frame was refused
         self.pending_bytes = 0  # accepted and not durable
         self.reported_beyond_window = False  # it was reported that the sender exceeds its window
-        self._taken: deque[tuple[int, int]] = deque()  # (last position, bytes) of the parts of pending_bytes
+        self._pending_parts: deque[tuple[int, int]] = deque()  # (last position, bytes) of the parts of pending_bytes
         self._greeted_committer_id = 0  # of a sender from which nothing is logged yet
         self._waiting: list[tuple[int, object]] = []  # (last position, token) of frames to acknowledge
 
@@ -48,7 +48,7 @@ class InputStream:
         """Return why ``frame`` can't be from this stream's sender; None if it can. Note a newer epoch."""
         if self.committer_id and frame.committer_id != self.committer_id:
             if not (self.reset_pending and frame.frame_type is FrameType.HELLO):
-                return RefusedCode.COMMITTER_CHANGED, sender_swapped(
+                return RefusedCode.COMMITTER_CHANGED, describe_swapped_sender(
                     frame.receiver, self.source, self.committer_id, frame.committer_id, self.received
                 )
             self._start_over(frame.committer_id)
@@ -121,14 +121,14 @@ class InputStream:
         self.epoch = self.epoch_began_ns = self.received = self.durable = 0
         self.durable_epoch = self._logged_epoch  # no frame waits for commits of the earlier log that are in flight
         self._waiting.clear()
-        self._taken.clear()
+        self._pending_parts.clear()
         self.pending_bytes = 0
 
     def new_part(self, frame: PeerFrame, rules: CallRules) -> tuple[int, int, bytes, list[int]] | None:
         """Return the new part of a Batch: (first position, count, payload, indices of calls of methods that are
         reserved for the app itself). None if nothing is new, or there is a gap.
 
-        :meth:`take` then accepts it. Raises RemoteProtocolError if the payload is not ``count`` calls that this sender
+        :meth:`accept` then counts it. Raises RemoteProtocolError if the payload is not ``count`` calls that this sender
         is allowed to send: a wrong one in the log could stop the app, or act in another's name.
         """
         known = self.received - frame.position + 1  # number of its messages that were already received
@@ -151,9 +151,9 @@ class InputStream:
         """Number of frames that wait for acknowledgement."""
         return len(self._waiting)
 
-    def take(self, frame: PeerFrame, last_position: int, size_bytes: int) -> SourcePosition:
+    def accept(self, frame: PeerFrame, last_position: int, size_bytes: int) -> SourcePosition:
         """Count the messages up to ``last_position`` as accepted; return the position to log."""
-        self._taken.append((last_position, size_bytes))
+        self._pending_parts.append((last_position, size_bytes))
         self.pending_bytes += size_bytes
         self.committer_id = frame.committer_id
         self.received = last_position
@@ -167,8 +167,8 @@ class InputStream:
     def became_durable(self, position: int, epoch: int) -> list[object]:
         """Note that the log is durable up to ``position``, with ``epoch``; return the tokens to acknowledge."""
         self.durable, self.durable_epoch = position, epoch
-        while self._taken and self._taken[0][0] <= position:
-            self.pending_bytes -= self._taken.popleft()[1]
+        while self._pending_parts and self._pending_parts[0][0] <= position:
+            self.pending_bytes -= self._pending_parts.popleft()[1]
         done = [token for last_position, token in self._waiting if last_position <= position]
         if done:
             self._waiting = [entry for entry in self._waiting if entry[0] > position]
@@ -197,7 +197,7 @@ class WindowGrants:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._sent_ns: dict[str, int] = {}  # by active sender: when it last sent
-        self._looked_ns = 0
+        self._checked_ns = 0
         self._granted: dict[str, _Granted] = {}
         self._began_ns: int | None = None  # when this process first heard a peer
         self.now_ns = 0
@@ -207,8 +207,8 @@ class WindowGrants:
         """Note that ``peer`` has sent a Batch."""
         self._sent_ns[peer] = now_ns
         active_ns = self._limits.active_ns
-        if now_ns - self._looked_ns >= active_ns // 10:
-            self._looked_ns = now_ns
+        if now_ns - self._checked_ns >= active_ns // 10:
+            self._checked_ns = now_ns
             self._sent_ns = {name: at_ns for name, at_ns in self._sent_ns.items() if now_ns - at_ns < active_ns}
 
     def window_bytes(self, peer: str, pending_bytes: int) -> int:
@@ -234,7 +234,7 @@ class WindowGrants:
             self._began_ns = self.now_ns
         known = self._granted.get(peer)
         if known is None:
-            return max(self._limits.peer_window_bytes, self._limits.unsaid_window_bytes)
+            return max(self._limits.peer_window_bytes, self._limits.assumed_window_bytes)
         if self.now_ns - self._began_ns < self._limits.active_ns:
             # A window from an earlier process can have reached the peer after one that this process granted.
             return max(self._limits.peer_window_bytes, known.peak_bytes)
@@ -288,7 +288,7 @@ class Senders:
         stream = known or InputStream(sender, None)  # kept if it is accepted
         refused = stream.refusal(frame)
         if refused is None and is_hello and frame.position > stream.durable and not stream.was_reset:
-            reason = formatting.has_less_than_once(name, sender, stream.durable, frame.position)
+            reason = formatting.describe_lost_messages(name, sender, stream.durable, frame.position)
             refused = RefusedCode.ROLLED_BACK, reason
         if refused is None and self._state.log_capacity.full:
             refused = RefusedCode.LOG_FULL, self._state.log_capacity.full
@@ -315,7 +315,8 @@ class Senders:
         if code is not RefusedCode.STALE_EPOCH:
             effects.append(Report(PeerRefused(sender, reason)))
         elif frame.frame_type is FrameType.HELLO:  # a late frame of another type is no error: its sender knows
-            effects.append(Report(OldPeerRefused(sender, formatting.perhaps_older(self._state.name, sender, reason))))
+            text = formatting.describe_older_sender(self._state.name, sender, reason)
+            effects.append(Report(OldPeerRefused(sender, text)))
 
     def _add(self, stream: InputStream) -> None:
         self.streams[stream.source] = stream

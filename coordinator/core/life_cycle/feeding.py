@@ -55,7 +55,7 @@ class RecordFeeder:
                 if state.write_lease.follows and not state.write_lease.is_granted:
                     self._read()  # to the end of the log, and what the writer adds
                 return
-        elif session.reading or self._takes_none:
+        elif session.reading or self._is_input_blocked:
             return
         if (
             session.fed_sequence_id < state.log.durable_sequence_id  # most of the time it has all of them
@@ -81,7 +81,7 @@ class RecordFeeder:
             return False
         if session.refused:
             return False
-        gets_none = session.reading or self._takes_none or session.waits_for_hello
+        gets_none = session.reading or self._is_input_blocked or session.waits_for_hello
         if (
             gets_none
             and session.phase in REPLAYS
@@ -89,7 +89,7 @@ class RecordFeeder:
             and self.peers.outbound.spilling.full
         ):
             self.lifecycle.reload_if_due()
-        if session.reading or self._takes_none:
+        if session.reading or self._is_input_blocked:
             return False
         if session.phase is Phase.RESTORING:
             read = self.lifecycle.recovery.next_read()
@@ -108,12 +108,12 @@ class RecordFeeder:
         return True
 
     @property
-    def _takes_none(self) -> bool:
+    def _is_input_blocked(self) -> bool:
         """True if the app gets no input now: it has enough to read, must send its last checkpoint, or is paused."""
         state = self.state
         return (
             state.session.unsent_bytes >= state.limits.app_window_bytes
-            or state.shutdown.feeds_no_more
+            or state.shutdown.is_feeding_stopped
             or state.pause.is_paused
         )
 
@@ -143,7 +143,7 @@ class RecordFeeder:
         if event.session not in (None, session.number):
             return  # the session that asked is gone
         session.reading = False
-        if session.phase not in GETS_RECORDS or state.shutdown.feeds_no_more or state.pause.is_paused:
+        if session.phase not in GETS_RECORDS or state.shutdown.is_feeding_stopped or state.pause.is_paused:
             return
         if state.write_lease.follows and event.summary is not None and not self.lifecycle.log_grew(event.summary):
             return
@@ -157,7 +157,7 @@ class RecordFeeder:
             record = memoryview(value)[: header.size_bytes]
             trailer = decode_trailer(memoryview(value)[header.size_bytes :], header.check)
             if replaying:
-                self.peers.outbound.expected.record(header.sequence_id, record, trailer)
+                self.peers.outbound.expected.expect_record(header.sequence_id, record, trailer)
                 self.peers.admission.replayed(header.sequence_id, record, trailer.batches)
                 if state.following:
                     self.peers.outbound.place(trailer.outputs)
@@ -172,7 +172,7 @@ class RecordFeeder:
             and group.sequence_id == session.fed_sequence_id + 1
             and session.phase in RECOVERED
             and group.sequence_id <= self._last_sequence_id()
-            and not self._takes_none
+            and not self._is_input_blocked
         ):
             session.fed_sequence_id = group.sequence_id
             self.state.outbox.send_record(group.record, group.batches)
@@ -197,7 +197,7 @@ class WaitingHandlers:
     state: CoreState
     impulses: Impulses
     _ticket: int = 0
-    _asked: dict[int, tuple[Token, _Ordered | None]] = field(default_factory=dict)  # by ticket
+    _unanswered: dict[int, tuple[Token, _Ordered | None]] = field(default_factory=dict)  # by ticket
     _ordered: deque[_Ordered] = field(default_factory=deque)  # orders whose results were not asked for yet
 
     @property
@@ -205,7 +205,7 @@ class WaitingHandlers:
         """True if an order's result must still be asked for: :meth:`advance` can do something."""
         return bool(self._ordered)
 
-    def ask(self, event: ev.HandlersAsked) -> None:
+    def query(self, event: ev.HandlersAsked) -> None:
         if problem := self._problem():
             self._answer(event.token, {"refused": problem})
         else:
@@ -231,7 +231,7 @@ class WaitingHandlers:
             )
         if MessageType.HANDLERS_ASKED not in session.extensions:
             return f"the app of {name!r} has an SDK that does not tell of its handlers: restart it with this one"
-        if len(self._asked) + len(self._ordered) >= OPEN_MAX:
+        if len(self._unanswered) + len(self._ordered) >= OPEN_MAX:
             return f"the app of {name!r} has not answered {OPEN_MAX} questions yet: it is busy"
         return ""
 
@@ -245,12 +245,12 @@ class WaitingHandlers:
     def advance(self) -> None:
         """Ask the app for the results of the orders in its records."""
         while self._ordered and self._ordered[0].sequence_id <= self.state.session.fed_sequence_id:
-            one = self._ordered.popleft()
-            self._send(one.token, one)
+            entry = self._ordered.popleft()
+            self._send(entry.token, entry)
 
     def _send(self, token: Token, ordered: _Ordered | None, task: int = 0, retries: bool = False) -> None:
         self._ticket += 1
-        self._asked[self._ticket] = token, ordered
+        self._unanswered[self._ticket] = token, ordered
         place = (-1, 0) if ordered is None else (ordered.sequence_id, ordered.message_index)
         question = system_methods.HandlersQuestion(self._ticket, task, *place, retries)
         self.state.outbox.send_control(MessageType.HANDLERS_ASKED, system_methods.encode_handlers_question(question))
@@ -258,31 +258,31 @@ class WaitingHandlers:
     def answered(self, message: Message) -> None:
         """Pass the app's answer on to the operator. Raises RemoteProtocolError."""
         answer = system_methods.decode_handlers_answer(message.data)
-        asked = self._asked.pop(answer.ticket, None)
-        if asked is None:
+        unanswered = self._unanswered.pop(answer.ticket, None)
+        if unanswered is None:
             raise AppProtocolError(
                 f"the app sent Handlers (92) for the question {answer.ticket}, which it was not asked, or has answered"
             )
-        token, ordered = asked
+        token, ordered = unanswered
         place = {} if ordered is None else {"record": ordered.sequence_id, "message": ordered.message_index}
         self._answer(token, {**answer.value, **place})
 
     def app_lost(self) -> None:
         """Answer all operators, since the app is gone. Its successor obeys the orders in the log."""
-        asked, ordered = self._asked, self._ordered
-        self._asked, self._ordered = {}, deque()
-        for token, one in asked.values():
-            if one is None:
+        unanswered, ordered = self._unanswered, self._ordered
+        self._unanswered, self._ordered = {}, deque()
+        for token, entry in unanswered.values():
+            if entry is None:
                 self._answer(token, {"refused": "the app has ended before it could answer: try again"})
             else:
-                ordered.append(one)
-        for one in ordered:
+                ordered.append(entry)
+        for entry in ordered:
             text = (
-                f"the order is in the log, as record {one.sequence_id}, or about to be, and the app has ended before "
+                f"the order is in the log, as record {entry.sequence_id}, or about to be, and the app has ended before "
                 f"it said what that came to: the next one obeys it ('immortal handlers {self.state.name}')"
             )
             self._answer(
-                one.token, {"done": None, "text": text, "record": one.sequence_id, "message": one.message_index}
+                entry.token, {"done": None, "text": text, "record": entry.sequence_id, "message": entry.message_index}
             )
 
     def _answer(self, token: Token, answer: Mapping[str, object]) -> None:

@@ -57,7 +57,7 @@ class Lifecycle:
     recovery: Recovery = field(init=False)
     is_cut: bool = False  # the replayed log was cut by hand
     proof: Proof = Proof.COMPLETE
-    _healing: Transaction | None = None  # repair of the cut, until a checkpoint's transaction includes it
+    _cut_repair: Transaction | None = None  # repair of the cut, until a checkpoint's transaction includes it
     took_over: bool = False  # the session has followed another process's log
     _wait_reported: bool = False  # the operator knows that receivers must answer first
     _load_ticket: int = 0  # the commit to wait for before the log is loaded for a new session; 0: none
@@ -113,7 +113,7 @@ class Lifecycle:
     def send_introduction(self) -> None:
         """Send the app what it needs before its first record: verdicts and the time."""
         self.call_failures.send_verdicts()
-        self.app_clock.introduce()
+        self.app_clock.send_time()
 
     # --- the log is loaded: a first start, or a checkpoint to restore ------------------------------------------------
 
@@ -154,7 +154,7 @@ class Lifecycle:
             return
         self.peers.replay.restore(None, event.summary)
         self.call_failures.session_began(event.summary, -1)
-        if session.has_spoken:  # otherwise once its Hello arrives
+        if session.has_sent:  # otherwise once its Hello arrives
             self.send_introduction()
         session.advance(Step.LOG_IS_NEW)
         state.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
@@ -185,7 +185,7 @@ class Lifecycle:
         state.versions.begin_at(header)
         self.is_cut = summary.cut_sequence_id is not None
         self.proof = Proof.COMPLETE
-        self._healing = None
+        self._cut_repair = None
         self._wait_reported = False
         self.peers.replay.restore(header, summary)
         self.peers.admission.open_calls.restore(header.open_calls, header.sequence_id)
@@ -246,7 +246,7 @@ class Lifecycle:
             self.start_over("messages have failed for the app that follows, or for the one before it, and not for both")
             return
         self.took_over = True
-        self.state.session.advance(Step.RIGHT_TAKEN)
+        self.state.session.advance(Step.LEASE_GRANTED)
         self.peers.replay.take_over()
 
     # --- the end of the replay ---------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Lifecycle:
             return
         elif versions.upgrade_to is not None:
             if not session.hello_is_due:  # the Hello says whether the app wants to know the version
-                self.upgrades.ask_for_new()
+                self.upgrades.request_new()
         elif not self.is_cut and (self.promote or (self.took_over and session.hello is not None)):
             # Without a checkpoint; an app without extensions expects TakeBecomingPrimaryCheckpoint instead.
             self._promote_if_due()
@@ -279,7 +279,7 @@ class Lifecycle:
             return
         self.state.session.advance(Step.PROMOTED)
         self.proof = Proof.AT_CHECKPOINT
-        self._replay_is_known()  # the last calls may be answered in a moment: until then too many count as open
+        self._count_open_calls()  # the last calls may be answered in a moment: until then too many count as open
         self.state.outbox.send_control(MessageType.BECOMING_PRIMARY)
         self.report_recovered()
 
@@ -303,9 +303,9 @@ class Lifecycle:
 
     def finish_replay(self) -> None:
         """Finish the replay: the app has made all outputs except those it holds back. Raises DivergenceError."""
-        self._replay_is_known()
+        self._count_open_calls()
         if self.is_cut:
-            self._healing = self.peers.replay.heal_cut()
+            self._cut_repair = self.peers.replay.heal_cut()
             self.clients.mark_open_lost()
             return
         # Output that is held back at one checkpoint is sent after it, so before the next one.
@@ -314,20 +314,20 @@ class Lifecycle:
         behind = not all_sent and self.peers.policy.compares and self.peers.replay.is_behind()
         self.proof = Proof.BEHIND if behind else Proof.COMPLETE
 
-    def _replay_is_known(self) -> None:
+    def _count_open_calls(self) -> None:
         """Count open calls from now on: the recovery has made all answers again."""
         if not self.peers.admission.open_calls.is_known:
             self.peers.admission.open_calls.is_known = True
             self.peers.inbound.answer_parked()
 
-    def take_healing(self, transaction: Transaction) -> None:
+    def add_cut_repair(self, transaction: Transaction) -> None:
         """Add the repair of a cut to the checkpoint's transaction."""
-        if self._healing is not None:
-            transaction.absorb(self._healing)
-            self._healing = None
+        if self._cut_repair is not None:
+            transaction.absorb(self._cut_repair)
+            self._cut_repair = None
 
     def cut_healed(self) -> None:
-        self.is_cut = self.state.held = False
+        self.is_cut = self.state.outputs_held = False
 
 
 # Upgrades of the app: past ones in the log, which each replay repeats, and a new one that an operator asks for.
@@ -346,16 +346,16 @@ class Upgrades:
 
     def repeat_next(self) -> None:
         """Ask the app for the next past version, at the record where that version began."""
-        self._replayed_version = self.state.versions.take_next()
-        self._ask(self._replayed_version.version)
+        self._replayed_version = self.state.versions.pop_next()
+        self._send_request(self._replayed_version.version)
 
-    def ask_for_new(self) -> None:
+    def request_new(self) -> None:
         """Ask the app for the version that the operator wants, after the replay."""
         self.state.session.checkpoint_sequence_id = self.state.session.fed_sequence_id
-        self._ask(self.state.versions.upgrade_to)
+        self._send_request(self.state.versions.upgrade_to)
 
-    def _ask(self, version: int | None) -> None:
-        self.state.session.advance(Step.UPGRADE_ASKED)
+    def _send_request(self, version: int | None) -> None:
+        self.state.session.advance(Step.UPGRADE_REQUESTED)
         messages = encode_message(MessageType.UPGRADE_TAKE_CHECKPOINT)
         if version is not None and MessageType.VERSION in self.state.session.extensions:
             messages = encode_version(version) + messages
@@ -363,7 +363,7 @@ class Upgrades:
 
     # --- the app's answer --------------------------------------------------------------------------------------------
 
-    def is_new(self) -> bool:
+    def is_new_version(self) -> bool:
         """Return True if the next checkpoint begins the new version. Raises AppProtocolError if the app names another
         version than the requested one."""
         if self._replayed_version is not None:
@@ -414,11 +414,11 @@ class Upgrades:
         if state.session.phase in UPGRADES and state.versions.upgrade_to is not None:
             state.report(notices.UpgradeInterrupted(state.versions.upgrade_to))
 
-    def began(self, start: VersionStart) -> None:
+    def version_began(self, start: VersionStart) -> None:
         """Note that a version is durable: that of the first start, or of an upgrade."""
         state = self.state
         before = state.versions.current
-        state.versions.began(start)
+        state.versions.version_began(start)
         if start.sequence_id < 0:
             return
         session = state.session

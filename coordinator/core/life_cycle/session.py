@@ -78,13 +78,13 @@ class Step(Enum):
     CHECKPOINT_CHOSEN = "a checkpoint was chosen"
     BLOB_SENT = "the blob was sent"
     FOLLOWS = "another writes the log"
-    RIGHT_TAKEN = "the log is ours to write"
+    LEASE_GRANTED = "the log is ours to write"
     CAUGHT_UP = "the replay is complete"
-    CHECKPOINT_ASKED = "a checkpoint was asked for"
+    CHECKPOINT_REQUESTED = "a checkpoint was asked for"
     CHECKPOINT_RECEIVED = "the checkpoint was received"
     CHECKPOINT_ABANDONED = "there will be no checkpoint"
     PROMOTED = "the app is primary without a checkpoint"
-    UPGRADE_ASKED = "an upgrade was asked for"
+    UPGRADE_REQUESTED = "an upgrade was asked for"
     UPGRADE_REPLAYED = "an upgrade of the past was repeated"
     UPGRADE_CONFIRMED = "the upgraded app has sent its checkpoint"
     UPGRADE_DURABLE = "the upgrade is durable"
@@ -98,17 +98,17 @@ TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
     (Phase.LOADING, Step.CHECKPOINT_CHOSEN): Phase.RESTORING,
     (Phase.RESTORING, Step.BLOB_SENT): Phase.REPLAYING,
     (Phase.REPLAYING, Step.FOLLOWS): Phase.FOLLOWING,
-    (Phase.FOLLOWING, Step.RIGHT_TAKEN): Phase.REPLAYING,
+    (Phase.FOLLOWING, Step.LEASE_GRANTED): Phase.REPLAYING,
     (Phase.REPLAYING, Step.CAUGHT_UP): Phase.BECOMING_PRIMARY,
     (Phase.REPLAYING, Step.PROMOTED): Phase.NORMAL,
     (Phase.FIRST_START, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_ABANDONED): Phase.NORMAL,
-    (Phase.NORMAL, Step.CHECKPOINT_ASKED): Phase.CHECKPOINTING,
+    (Phase.NORMAL, Step.CHECKPOINT_REQUESTED): Phase.CHECKPOINTING,
     (Phase.CHECKPOINTING, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.CHECKPOINTING, Step.CHECKPOINT_ABANDONED): Phase.NORMAL,
-    (Phase.REPLAYING, Step.UPGRADE_ASKED): Phase.UPGRADING,
-    (Phase.FOLLOWING, Step.UPGRADE_ASKED): Phase.UPGRADING,
+    (Phase.REPLAYING, Step.UPGRADE_REQUESTED): Phase.UPGRADING,
+    (Phase.FOLLOWING, Step.UPGRADE_REQUESTED): Phase.UPGRADING,
     (Phase.UPGRADING, Step.UPGRADE_REPLAYED): Phase.REPLAYING,
     (Phase.UPGRADING, Step.CHECKPOINT_RECEIVED): Phase.CONFIRMING_UPGRADE,
     (Phase.CONFIRMING_UPGRADE, Step.UPGRADE_CONFIRMED): Phase.COMPLETING_UPGRADE,
@@ -173,7 +173,7 @@ class AppSession:
         self._extensions_of: Hello | None = None
         self._extensions: frozenset[int] = frozenset()
         self.description = AppDescription()
-        self.has_spoken = False  # the app has sent something
+        self.has_sent = False  # the app has sent something
         self.refused = False  # it broke the protocol; nothing more is read
         self.attached: set[str] = set()
         self.upgraded = False  # it has answered an UpgradeTakeCheckpoint: it may count itself as primary
@@ -222,16 +222,16 @@ class AppSession:
     @property
     def hello_is_due(self) -> bool:
         """True if the app has not sent anything yet, and the app that began the log said Hello."""
-        return bool(self.logged_extensions) and not self.has_spoken
+        return bool(self.logged_extensions) and not self.has_sent
 
     @property
     def waits_for_hello(self) -> bool:
         """True if the app's Hello must arrive before its first record, since it decides what the app gets first."""
-        return not self.has_spoken and not INTRODUCED.isdisjoint(self.logged_extensions or ())
+        return not self.has_sent and not INTRODUCED.isdisjoint(self.logged_extensions or ())
 
     def note_first_message(self, message: Message | None) -> None:
         """Note the app's first message (None: a blob); only this one can be a Hello. Raises RemoteProtocolError."""
-        self.has_spoken = True
+        self.has_sent = True
         if message is not None and message.message_type == MessageType.HELLO:
             self.hello = decode_hello(message.data)
 
@@ -292,8 +292,8 @@ class Pause:
             state.effects.append(OperatorAnswered(event.token, {"refused": problem}))
             return
         if changed:
-            self.is_paused, self.by, self.since_ns = True, event.who, state.now_ns
-            state.report(notices.InstancePaused(event.who))
+            self.is_paused, self.by, self.since_ns = True, event.operator, state.now_ns
+            state.report(notices.InstancePaused(event.operator))
         state.effects.append(OperatorAnswered(event.token, {"changed": changed, **self.describe()}))
 
     def resume_requested(self, event: ev.InstanceResumed) -> None:
@@ -301,7 +301,7 @@ class Pause:
         changed = self.is_paused
         if changed:
             paused_s = round(max(0, state.now_ns - self.since_ns) / 1e9, 3)
-            state.report(notices.InstanceResumed(event.who, self.by, paused_s))
+            state.report(notices.InstanceResumed(event.operator, self.by, paused_s))
             self.is_paused, self.by, self.since_ns = False, "", 0
         state.effects.append(OperatorAnswered(event.token, {"changed": changed, **before}))
 
@@ -311,7 +311,7 @@ class Pause:
 
 # Shutdown on an operator's request: the app has time for a last checkpoint, and gets a goodbye.
 #
-# NOT_ASKED --StopRequested--> ASKED --TakeCheckpoint sent--> LAST_CHECKPOINT --durable, or there is none--> GOODBYE
+# NOT_REQUESTED --StopRequested--> REQUESTED --TakeCheckpoint sent--> LAST_CHECKPOINT --durable, or none--> GOODBYE
 #    '------StopRequested, another one follows--> HANDING_OVER --all input that was taken is durable--> the end
 #
 # A handover needs no checkpoint, since the follower has the state. For the app it is like a crash of its coordinator
@@ -321,8 +321,8 @@ class Pause:
 class StopStage(IntEnum):
     """Stage of a requested stop; stages only rise."""
 
-    NOT_ASKED = 0
-    ASKED = 1  # no more input is accepted
+    NOT_REQUESTED = 0
+    REQUESTED = 1  # no more input is accepted
     LAST_CHECKPOINT = 2  # the app was asked for its last checkpoint: it gets no more records
     GOODBYE = 3  # the app got the goodbye
     HANDING_OVER = 4  # the app gets no more records, and is not read any more
@@ -330,47 +330,46 @@ class StopStage(IntEnum):
 
 class Shutdown:
     """Stop requested by an operator. ``stage`` only rises; the loss of the app completes the stop. The other
-    attributes repeat the stage as plain values, since each turn reads them. ``feeds_no_more``: the app gets no more
-    records."""
+    attributes repeat the stage as plain values, since each turn reads them. ``is_feeding_stopped``: the app gets no
+    more records."""
 
     def __init__(self, state: CoreState) -> None:
-        self.is_requested = self.takes_last_checkpoint = self.said_goodbye = self.hands_over = self.feeds_no_more = (
-            False
-        )
-        self.stage = StopStage.NOT_ASKED
+        self.is_requested = self.goodbye_sent = self.hands_over = False
+        self.is_feeding_stopped = self.awaits_last_checkpoint = False
+        self.stage = StopStage.NOT_REQUESTED
         self._last_checkpoint_id = 0
         self._state = state
 
     def _reach(self, stage: StopStage) -> None:
         self.stage = stage
-        self.is_requested = stage >= StopStage.ASKED
-        self.feeds_no_more = stage >= StopStage.LAST_CHECKPOINT
+        self.is_requested = stage >= StopStage.REQUESTED
+        self.is_feeding_stopped = stage >= StopStage.LAST_CHECKPOINT
         self.hands_over = stage is StopStage.HANDING_OVER
-        self.takes_last_checkpoint = self.feeds_no_more and not self.hands_over
-        self.said_goodbye = stage is StopStage.GOODBYE
+        self.awaits_last_checkpoint = self.is_feeding_stopped and not self.hands_over
+        self.goodbye_sent = stage is StopStage.GOODBYE
 
     def request(self, *, hands_over: bool) -> None:
-        self._reach(StopStage.HANDING_OVER if hands_over else StopStage.ASKED)
+        self._reach(StopStage.HANDING_OVER if hands_over else StopStage.REQUESTED)
 
-    def checkpoint_asked(self) -> None:
+    def checkpoint_requested(self) -> None:
         """Note that the app is asked for a checkpoint: during a stop it is the last one."""
-        if self.stage is StopStage.ASKED:
+        if self.stage is StopStage.REQUESTED:
             self._reach(StopStage.LAST_CHECKPOINT)
 
     def checkpoint_began(self, checkpoint_id: int) -> None:
-        if self.takes_last_checkpoint:
+        if self.awaits_last_checkpoint:
             self._last_checkpoint_id = checkpoint_id
 
     def checkpoint_durable(self, checkpoint_id: int) -> None:
         if checkpoint_id == self._last_checkpoint_id:
-            self._say_goodbye()
+            self._send_goodbye()
 
     def checkpoint_failed(self) -> None:
         """Say goodbye without a last checkpoint: the app has none to give, and the log keeps the one before."""
-        if self.takes_last_checkpoint:
-            self._say_goodbye()
+        if self.awaits_last_checkpoint:
+            self._send_goodbye()
 
-    def _say_goodbye(self) -> None:
+    def _send_goodbye(self) -> None:
         self._reach(StopStage.GOODBYE)
         self.report_stop_reason()
         self._state.effects.append(CloseApp())

@@ -19,10 +19,10 @@ from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 
 
 class Handshake:
-    """Handshake with any receiver. ``some_failed``: a stream has stopped since the start."""
+    """Handshake with any receiver. ``has_failures``: a stream has stopped since the start."""
 
     def __init__(self, state: CoreState, receivers: Receivers) -> None:
-        self.some_failed = False
+        self.has_failures = False
         self._state = state
         self._receivers = receivers
 
@@ -67,7 +67,7 @@ class Handshake:
         elif tag != stream.attempt:
             return
         elif frame.frame_type is FrameType.RESEND:
-            stream.give_up_in_flight()
+            stream.requeue_in_flight()
             # Late, or from an older copy of the receiver's log, or from one without this stream: a new Hello finds out.
             if position < stream.acknowledged or frame.position == 0:
                 self.greet(stream)
@@ -81,14 +81,15 @@ class Handshake:
             stream.reset()  # its operator has reset it and accepts that the rest is lost there
             self._start_over(stream, frame)
         elif frame.position < once:
-            self._fail(stream, formatting.receiver_older(self._state.name, stream.destination, frame.position, once))
+            name, receiver = self._state.name, stream.destination
+            self._fail(stream, formatting.describe_older_receiver(name, receiver, frame.position, once))
         else:
             stream.open()
             self._receivers.acknowledge(stream, position)
 
     def _note_window(self, stream: OutputStream, frame: PeerFrame) -> None:
         limits = self._state.limits
-        stream.window_bytes = frame.count or min(limits.peer_window_bytes, limits.unsaid_window_bytes)
+        stream.window_bytes = frame.count or min(limits.peer_window_bytes, limits.assumed_window_bytes)
 
     def _start_over(self, stream: OutputStream, frame: PeerFrame) -> None:
         """Continue a reset stream after the receiver's last message; send it all unacknowledged messages.
@@ -124,7 +125,7 @@ class Handshake:
             group = self._state.log.append_outside_record(0)
             self._receivers.set_committer(destination, frame.committer_id, group)
         elif known != frame.committer_id:
-            reason = formatting.receiver_swapped(
+            reason = formatting.describe_swapped_receiver(
                 self._state.name, destination, known, frame.committer_id, stream.acknowledged, stream.position
             )
             self._fail(stream, reason, failure=f"committer {frame.committer_id}")
@@ -134,14 +135,14 @@ class Handshake:
     def _refused(self, stream: OutputStream, frame: PeerFrame) -> None:
         stream.forked = stream.forked or frame.code == RefusedCode.STALE_EPOCH
         full = frame.code == RefusedCode.LOG_FULL
-        reason = formatting.refused(self._state.name, stream.destination, frame)
+        reason = formatting.describe_refusal(self._state.name, stream.destination, frame)
         self._fail(stream, reason, failure="log full" if full else "", notice=StreamWaits if full else StreamStopped)
 
     def fail_forked(self, stream: OutputStream, received: int) -> None:
         """Stop a stream whose receiver has ``received`` messages, by its numbers: more than this log ever sent."""
         sent = stream.sent_through - stream.offset
         stream.forked = True
-        reason = formatting.own_log_older(self._state.name, stream.destination, received, sent)
+        reason = formatting.describe_older_own_log(self._state.name, stream.destination, received, sent)
         self._fail(stream, reason, failure="own log older")
 
     def _fail(
@@ -152,7 +153,7 @@ class Handshake:
         told = stream.failure == (failure or reason)
         stream.failure = failure or reason
         stream.fail(reason)
-        self.some_failed = True
+        self.has_failures = True
         self._state.effects.append(ResetPeer(stream.destination))
         if not told:
             self._state.effects.append(Report(notice(stream.destination, reason)))
@@ -160,7 +161,7 @@ class Handshake:
     def moved(self, stream: OutputStream) -> None:
         """Ask how much the receiver has, as nothing in flight will arrive. A stopped stream is greeted later."""
         if stream.state in (StreamState.OPEN, StreamState.GREETING):
-            stream.give_up_in_flight()
+            stream.requeue_in_flight()
             self.greet(stream)
 
 

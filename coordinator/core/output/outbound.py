@@ -64,7 +64,7 @@ class Outbound:
                 acknowledged=self.acknowledged(destination),
                 attempt=self.state.frame_epoch << 32,
                 check=self.expected.check(destination),
-                spilled=self.expected.take_spilled(destination),
+                spilled=self.expected.pop_spilled(destination),
                 begins_now=not self.state.catching_up,
             ),
         )
@@ -88,10 +88,10 @@ class Outbound:
         if destination in (ONESELF, CLIENTS):
             stream.state = StreamState.OPEN
         elif not self.state.following:
-            self.begin(stream)
+            self.connect(stream)
         return stream
 
-    def begin(self, stream: OutputStream) -> None:
+    def connect(self, stream: OutputStream) -> None:
         """Greet the receiver: the app of the stream works, or will work."""
         stream.offset = self.receivers.start(stream.destination).offset
         self.state.effects.append(OpenPeer(stream.destination))
@@ -118,13 +118,13 @@ class Outbound:
         self._moved.add(destination)
         stream = self.stream(destination)
         if self.state.following:
-            self.followed.made(stream, count, payload)
+            self.followed.append(stream, count, payload)
         else:
             if self.barriers.is_open:
                 self.barriers.stop(stream)
-            stream.append(count, payload, self.state.held_ticket)
+            stream.append(count, payload, self.state.last_verdict_ticket)
 
-    def put_barrier(self, destination: str) -> None:
+    def add_barrier(self, destination: str) -> None:
         """Hold back later messages to other instances until ``destination`` has everything sent so far."""
         stream = self.streams.get(destination)
         if stream is not None and destination not in (ONESELF, CLIENTS) and not self.state.following:
@@ -142,10 +142,10 @@ class Outbound:
         marks while outputs are held for a checkpoint that changes what a replay makes.
         """
         marks: dict[str, OutputMark] = {}
-        if self.state.held_ticket > ticket or self.state.held:
+        if self.state.last_verdict_ticket > ticket or self.state.outputs_held:
             return marks
         for destination in sorted(self._moved):
-            mark = self.streams[destination].take_new_mark(ticket)
+            mark = self.streams[destination].pop_new_mark(ticket)
             if mark is not None:
                 marks[destination] = mark
                 self._moved.discard(destination)
@@ -160,10 +160,10 @@ class Outbound:
         """Send all batches that can be sent now; none before the first checkpoint is durable."""
         now_ns = self.state.now_ns
         state, busy, spilling = self.state, self.busy, self.spilling
-        if not state.ready or state.held or state.following:
+        if not state.ready or state.outputs_held or state.following:
             return
         durable_ticket = state.log.durable_ticket
-        state.wants_replies = spilling.waits_for_receiver = False
+        state.awaits_replies = spilling.waits_for_receiver = False
         if self.barriers.is_open:
             self.barriers.update(self.streams, now_ns)
         if not busy:
@@ -178,10 +178,10 @@ class Outbound:
                 continue
             if stream.spill.active:
                 spilling.update(stream)
-            last_position = stream.open_up_to(self.barriers.passed)
+            last_position = stream.last_sendable_position(self.barriers.passed)
             while (batch := stream.next_batch(durable_ticket, last_position)) is not None:
                 if destination == ONESELF:
-                    self.inbound.take_own(batch)
+                    self.inbound.accept_own_batch(batch)
                     continue
                 frame = state.frame(
                     FrameType.BATCH,
@@ -192,18 +192,18 @@ class Outbound:
                     payload=batch.payload,
                 )
                 state.effects.append(SendToPeer(destination, stream.attempt, frame))
-            if destination != ONESELF and stream.wants_reply:
-                state.wants_replies = True
+            if destination != ONESELF and stream.awaits_reply:
+                state.awaits_replies = True
         for destination in [destination for destination, stream in busy.items() if stream.is_idle]:
             del busy[destination]
 
-    def take_answers(self) -> list[OutputBatch]:
+    def pop_answers(self) -> list[OutputBatch]:
         """Return the app's new answers to clients, under the same conditions as :meth:`send`."""
         state = self.state
         stream = self.streams.get(CLIENTS)
-        if stream is None or not state.ready or state.held or state.following:
+        if stream is None or not state.ready or state.outputs_held or state.following:
             return []
-        return stream.buffer.take_all(state.log.durable_ticket, stream.open_up_to(self.barriers.passed))
+        return stream.buffer.pop_all(state.log.durable_ticket, stream.last_sendable_position(self.barriers.passed))
 
     def spilled_read(self, event: ev.SpilledRead) -> None:
         """Handle the result of a ReadSpilled."""
@@ -225,14 +225,14 @@ class Outbound:
         if stream is not None:
             self.handshake.moved(stream)
 
-    def own_became_durable(self) -> None:
+    def acknowledge_own_stream(self) -> None:
         """Acknowledge the stream to oneself, whose receiver is the own log."""
         source, stream = self.inbound.streams.get(ONESELF), self.streams.get(ONESELF)
         if source is not None and stream is not None and source.durable > stream.acknowledged:
             self.busy[ONESELF] = stream
             stream.acknowledge(source.durable)
 
-    def answers_durable(self, position: int) -> None:
+    def acknowledge_answers(self, position: int) -> None:
         """Acknowledge the stream to CLIENTS up to this position: the replies are in the log."""
         self.receivers.note_durable_acknowledgement(CLIENTS, position)
         if (stream := self.touch(CLIENTS)) is not None:
@@ -240,7 +240,7 @@ class Outbound:
 
     @property
     def any_failed(self) -> bool:
-        return self.handshake.some_failed and any(stream.state is StreamState.FAILED for stream in self.busy.values())
+        return self.handshake.has_failures and any(stream.state is StreamState.FAILED for stream in self.busy.values())
 
     def retry_failed(self) -> None:
         """Greet the receivers of stopped streams again: the cause may be fixed there."""

@@ -4,8 +4,8 @@ A record's trailer has the stream's position when the record was sealed, and the
 there. A replay can make messages before or after their mark is read, so each waits for the other. Only the last mark
 that is reached is compared: if it fits, so do all before it.
 
-If a mark does not fit, ``differs`` decides: it raises, or from there on messages are only counted (a running checksum
-can't fit again). For calls to oneself the log also has the contents.
+If a mark does not fit, ``on_divergence`` decides: it raises, or from there on messages are only counted (a running
+checksum can't fit again). For calls to oneself the log also has the contents.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class OutputDivergenceError(DivergenceError):
         self.divergence = divergence
 
 
-Differs = Callable[[Divergence], None]
+OnDivergence = Callable[[Divergence], None]
 """Callback for a mark that a replay does not match. Raises OutputDivergenceError, or returns to let it continue."""
 
 
-def stop(divergence: Divergence) -> None:
+def raise_divergence(divergence: Divergence) -> None:
     raise OutputDivergenceError(divergence)
 
 
@@ -76,10 +76,12 @@ class _Made:
 class OutputCheck:
     """Check of one stream, beginning at ``mark``, where the replay begins."""
 
-    def __init__(self, destination: str, mark: OutputMark | None = None, differs: Differs = stop) -> None:
+    def __init__(
+        self, destination: str, mark: OutputMark | None = None, on_divergence: OnDivergence = raise_divergence
+    ) -> None:
         self.destination = destination
-        self._differs = differs
-        self._told = False  # a mark did not fit, so no later one fits
+        self._on_divergence = on_divergence
+        self._has_diverged = False  # a mark did not fit, so no later one fits
         self._logged: deque[OutputBatch] = deque()
         self._logged_size_bytes = 0
         self._confirmed = mark or OutputMark(0, 0)
@@ -89,7 +91,7 @@ class OutputCheck:
         self._made_position = self._confirmed.position
 
     @property
-    def waits(self) -> bool:
+    def has_open_marks(self) -> bool:
         """True if the replay has not reached a mark of the log."""
         return bool(self._expected)
 
@@ -98,14 +100,14 @@ class OutputCheck:
         if mark.position > self._confirmed.position:  # the checkpoint already has the output of lower marks
             self._expected.append((sequence_id, mark))
 
-    def logged(self, batch: OutputBatch) -> None:
+    def add_logged(self, batch: OutputBatch) -> None:
         """Add messages that the log has, before the mark that follows them. Drop the oldest if memory is short."""
         self._logged.append(batch)
         self._logged_size_bytes += len(batch.payload)
         while self._logged_size_bytes > KEPT_SIZE_BYTES_MAX and len(self._logged) > 1:
             self._logged_size_bytes -= len(self._logged.popleft().payload)
 
-    def made(self, batch: OutputBatch, checksum_before: int, checksum_after: int) -> None:
+    def add_made(self, batch: OutputBatch, checksum_before: int, checksum_after: int) -> None:
         """Add a ``batch`` that the replay has made, with the stream's checksums before and after it.
 
         Impulses do not change the checksum. Raises OutputDivergenceError.
@@ -125,13 +127,13 @@ class OutputCheck:
         if not within_reach:
             return
         last = within_reach[-1][1]
-        if self._told:
+        if self._has_diverged:
             divergence = self._divergence(*within_reach[-1])
             if divergence.other_calls:
-                self._differs(divergence)
+                self._on_divergence(divergence)
         elif self._checksum_at(last.position) not in (None, last.checksum):
-            self._told = True
-            self._differs(self._divergence(*self._first_wrong(within_reach), through=last.position))
+            self._has_diverged = True
+            self._on_divergence(self._divergence(*self._first_wrong(within_reach), through=last.position))
         self._confirmed = last
         while self._made and self._made[0].batch.last_position <= last.position:
             self._made_size_bytes -= len(self._made.popleft().batch.payload)
@@ -141,7 +143,7 @@ class OutputCheck:
     def has_confirmed(self, mark: OutputMark) -> bool:
         """Return True if a mark proves that the replay made the same messages up to ``mark``, impulses left out."""
         confirmed = self._confirmed
-        return not self._told and (confirmed.position >= mark.position or confirmed.checksum == mark.checksum)
+        return not self._has_diverged and (confirmed.position >= mark.position or confirmed.checksum == mark.checksum)
 
     def finish(self) -> None:
         """Check that the complete replay has reached all marks. Raises OutputDivergenceError."""

@@ -24,7 +24,7 @@ from immortal.coordinator.core.errors import DivergenceError
 from immortal.coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, OutputMark, SpilledExtent
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.output.output_check import OutputCheck
-from immortal.coordinator.core.output.send_buffer import KeptImpulses, SendBuffer, Spill, part_behind
+from immortal.coordinator.core.output.send_buffer import KeptImpulses, SendBuffer, Spill, part_after
 from immortal.protocol.batch import offset_after
 from immortal.protocol.checksum import crc64
 from immortal.protocol.client_frames import CLIENTS
@@ -98,7 +98,7 @@ class OutputStream:
 
     def _restore_stored(self, first_position: int, last_position: int) -> None:
         if first_position <= last_position and self._may_spill:
-            size_bytes = self.spill.size_known(first_position, last_position)
+            size_bytes = self.spill.estimate_size(first_position, last_position)
             self.spill.add_stored(first_position, last_position, size_bytes)
 
     # --- messages in ---------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class OutputStream:
         """Keep the new ones of these logged impulses, ordered by position, until the stream reaches their positions."""
         self._kept_impulses.keep(impulses, self.position)
 
-    def room_up_to(self, position: int) -> int:
+    def room_before(self, position: int) -> int:
         """Return how many messages of the app, impulses not counted, fit before ``position``."""
         return max(0, position - self.position - self._kept_impulses.count_up_to(position))
 
@@ -138,7 +138,7 @@ class OutputStream:
     @property
     def end_of_replay(self) -> int:
         """Position of the stream if the replay ended here."""
-        return self._kept_impulses.end_behind(self.position)
+        return self._kept_impulses.end_after(self.position)
 
     def finish_replay(self, *, all_sent: bool = True) -> None:
         """Complete the replay: impulses that followed the last replayed message go after it.
@@ -179,8 +179,8 @@ class OutputStream:
         that the stream has before this call must be removed.
         """
         self._check = None
-        self.spill.end_at(self.position)
-        kept = self._kept_impulses.take_all()
+        self.spill.truncate_after(self.position)
+        kept = self._kept_impulses.pop_all()
         rows = []
         if self.acknowledged > self.position:
             gap = self.acknowledged - self.position
@@ -188,14 +188,14 @@ class OutputStream:
             self.position = self._marked_position = self.acknowledged
         for impulses in kept:
             batch = OutputBatch(impulses.first_position, impulses.count, impulses.payload)
-            rest = part_behind(batch, self.acknowledged)
+            rest = part_after(batch, self.acknowledged)
             if rest is not None:
                 rows.append(self.append_impulses(rest.count, rest.payload, 0))
         self._sent_through = self.position
         return rows, [impulses.first_position for impulses in kept]
 
     def _add_impulses_that_follow(self) -> None:
-        while (impulses := self._kept_impulses.take_following(self.position)) is not None:
+        while (impulses := self._kept_impulses.pop_following(self.position)) is not None:
             self._add_kept(impulses)
 
     def _add_kept(self, impulses: ImpulseBatch) -> None:
@@ -208,7 +208,7 @@ class OutputStream:
                 self.spill.add_stored(first_position, impulses.last_position, impulses.left_size_bytes)
             if self._check is not None:
                 empty = OutputBatch(impulses.first_position, impulses.count, b"")
-                self._check.made(empty, self.checksum, self.checksum)
+                self._check.add_made(empty, self.checksum, self.checksum)
 
     def _add(self, count: int, payload: bytes, ticket: int, *, made_by_replay: bool = True) -> None:
         batch = OutputBatch(self.position + 1, count, payload)
@@ -217,17 +217,17 @@ class OutputStream:
         if made_by_replay:  # only these can be compared in a later replay
             self.checksum = crc64(payload, before)
         if self._check is not None:
-            self._check.made(batch, before, self.checksum)
+            self._check.add_made(batch, before, self.checksum)
         self._enqueue(batch, ticket, logged=not made_by_replay)
 
     def _enqueue(self, batch: OutputBatch, ticket: int, *, logged: bool = False) -> None:
-        rest = part_behind(batch, self.acknowledged)
+        rest = part_after(batch, self.acknowledged)
         if rest is None:
             return
         if self.spill.active or (self._may_spill and len(rest.payload) > self.buffer.room_bytes):
             self.spill.add(rest, ticket, logged=logged)
         else:
-            self.buffer.put(rest, ticket)
+            self.buffer.enqueue(rest, ticket)
 
     # --- memory and the log --------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class OutputStream:
     def spilled_by_writer(self, extents: Sequence[SpilledExtent]) -> None:
         """Drop messages from memory that the writer of the followed log has spilled."""
         if self._may_spill and extents:
-            self.spill.know(extents)
+            self.spill.replace_known(extents)
 
     def next_read(self, durable_ticket: int) -> tuple[int, int, int] | None:
         """Move gathered messages back to the buffer if it has room; return (first position, last position, size) to
@@ -264,8 +264,8 @@ class OutputStream:
         buffer, spill = self.buffer, self.spill
         if self.state is not StreamState.OPEN:
             return None
-        while (waiting := spill.take_gathered(buffer.room_bytes, at_least_one=buffer.is_empty)) is not None:
-            buffer.put(*waiting)
+        while (waiting := spill.pop_gathered(buffer.room_bytes, at_least_one=buffer.is_empty)) is not None:
+            buffer.enqueue(*waiting)
         limits = self._limits
         # Not as much as there is room for: it would only occupy memory until the window opens.
         enough_bytes = min(limits.output_memory_bytes // 2, 2 * self.window_bytes)
@@ -278,8 +278,8 @@ class OutputStream:
 
     def spilled_read(self, first_position: int, batches: Sequence[OutputBatch]) -> None:
         """Handle the result of :meth:`next_read`."""
-        for batch in self.spill.take_read(first_position, batches):
-            self.buffer.put(batch, 0)
+        for batch in self.spill.accept_read(first_position, batches):
+            self.buffer.enqueue(batch, 0)
 
     # --- barriers: messages that wait for other streams ---------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class OutputStream:
         if not self._gates or self._gates[-1][1] < number:
             self._gates.append((self.position, number))
 
-    def open_up_to(self, passed: int) -> int | None:
+    def last_sendable_position(self, passed: int) -> int | None:
         """Return the last position that can be sent; None: all can."""
         gates = self._gates
         while gates and gates[0][1] <= passed:
@@ -316,14 +316,14 @@ class OutputStream:
         self.moved_on = True
         return self.spill.acknowledge(position)
 
-    def give_up_in_flight(self) -> None:
+    def requeue_in_flight(self) -> None:
         """Return batches in flight to the buffer, for a new attempt: they will not arrive, or not in order."""
         self.attempt += 1
-        self.buffer.give_up_in_flight()
+        self.buffer.requeue_in_flight()
 
     def reset(self) -> None:
         """Close the stream; ignore later answers to anything sent so far."""
-        self.give_up_in_flight()
+        self.requeue_in_flight()
         self.buffer.acknowledge(self.acknowledged)  # removes the acknowledged part of a frame
         self.first_tag = self.attempt
         self.state = StreamState.CLOSED
@@ -337,7 +337,7 @@ class OutputStream:
         self._opening_ticket = ticket
 
     def fail(self, reason: str) -> None:
-        self.give_up_in_flight()
+        self.requeue_in_flight()
         self.state = StreamState.FAILED
         self.error = reason
 
@@ -353,7 +353,7 @@ class OutputStream:
         )
 
     @property
-    def wants_reply(self) -> bool:
+    def awaits_reply(self) -> bool:
         """True if something in this stream waits for the receiver's answer."""
         return (
             self.buffer.has_unsent
@@ -383,7 +383,7 @@ class OutputStream:
         """Return True if the log's marks prove that the replay equals the original up to ``mark``."""
         return self._check is not None and self._check.has_confirmed(mark)
 
-    def take_new_mark(self, ticket: int) -> OutputMark | None:
+    def pop_new_mark(self, ticket: int) -> OutputMark | None:
         """Return the mark if the stream has moved since the last call, for a record of the commit ``ticket``.
 
         Also None while it holds an impulse that becomes durable only later: a crash in between would lose it.

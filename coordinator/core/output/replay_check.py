@@ -38,15 +38,15 @@ class ReplayPolicy:
         return self._state.limits.replay_check is not ReplayCheck.OFF
 
     @property
-    def counts(self) -> bool:
+    def only_counts(self) -> bool:
         """True if calls are only counted: other arguments are accepted."""
         if self._state.limits.replay_check is None:
             return self._state.session.hello is None
         return self._state.limits.replay_check is ReplayCheck.COUNTS
 
-    def differs(self, divergence: Divergence) -> None:
+    def handle_divergence(self, divergence: Divergence) -> None:
         """Handle a mark that does not fit. Raises OutputDivergenceError, or warns once per stream and recovery."""
-        if not self.counts or divergence.other_calls:
+        if not self.only_counts or divergence.other_calls:
             raise OutputDivergenceError(divergence)
         to = divergence.destination
         holds = f"what {to!r} has already stays as it was sent, the rest is sent as it is now"
@@ -54,7 +54,7 @@ class ReplayPolicy:
             holds = "what the log has stays as it was, the rest is as it is now"
         self._state.effects.append(Report(Diverged(to, self._divergence_text(divergence), holds)))
 
-    def explained(self, error: ImmortalError) -> ImmortalError:
+    def explain(self, error: ImmortalError) -> ImmortalError:
         """Return an error about a replay with a text for operators; return other errors unchanged."""
         if not isinstance(error, OutputDivergenceError):
             return error
@@ -100,34 +100,34 @@ class ExpectedOutputs:
         self._checks: dict[str, OutputCheck] = {}  # by destination
         self._spilled: dict[str, Sequence[SpilledExtent]] = {}  # of streams that do not exist yet
 
-    def begin(self, header: CheckpointHeader | None, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
+    def restart(self, header: CheckpointHeader | None, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
         """Start at the checkpoint of ``header``; None: nothing is replayed."""
         self._checks.clear()
         self._spilled = dict(spilled)
         if header is not None and self._policy.compares:
-            differs = self._policy.differs
-            self._checks = {name: OutputCheck(name, mark, differs) for name, mark in header.outputs.items()}
+            on_divergence = self._policy.handle_divergence
+            self._checks = {name: OutputCheck(name, mark, on_divergence) for name, mark in header.outputs.items()}
 
     def check(self, destination: str) -> OutputCheck | None:
         """Return the check for a stream to ``destination``; None if nothing is compared."""
         if not (self._state.catching_up and self._policy.compares):
             return None
-        return self._checks.setdefault(destination, OutputCheck(destination, differs=self._policy.differs))
+        return self._checks.setdefault(destination, OutputCheck(destination, None, self._policy.handle_divergence))
 
-    def take_spilled(self, destination: str) -> Sequence[SpilledExtent]:
+    def pop_spilled(self, destination: str) -> Sequence[SpilledExtent]:
         """Return and remove the spilled extents of a stream that is created now."""
         return self._spilled.pop(destination, ())
 
-    def spilled(self, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
+    def set_spilled(self, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
         """Replace the spilled extents by the log's current ones."""
         self._spilled = dict(spilled)
 
-    def record(self, sequence_id: int, record: memoryview, trailer: Trailer) -> None:
+    def expect_record(self, sequence_id: int, record: memoryview, trailer: Trailer) -> None:
         """Expect the marks of a replayed ``record``. Raises DivergenceError if they do not fit."""
-        own = self.check(ONESELF) if self._policy.counts else None
+        own = self.check(ONESELF) if self._policy.only_counts else None
         if own is not None:
             for batch, calls in stream_batches(record, trailer.batches, (ONESELF,)):
-                own.logged(OutputBatch(batch.first_position, batch.count, calls))
+                own.add_logged(OutputBatch(batch.first_position, batch.count, calls))
         for mark in trailer.outputs:
             check = self.check(mark.destination)
             if check is not None:
@@ -142,7 +142,7 @@ class ExpectedOutputs:
     @property
     def has_more(self) -> bool:
         """True if the replay has not yet made everything that the marks cover."""
-        return any(check.waits for check in self._checks.values())
+        return any(check.has_open_marks for check in self._checks.values())
 
 
 # Outputs of a follower's app, until their positions are known.
@@ -196,7 +196,7 @@ class FollowerOutputs:
                 cut.reach(stream)
         return cut
 
-    def made(self, stream: OutputStream, count: int, payload: bytes) -> None:
+    def append(self, stream: OutputStream, count: int, payload: bytes) -> None:
         """Add the app's next ``count`` packed messages. Raises DivergenceError."""
         self._made.setdefault(stream.destination, deque()).append((count, payload))
         self._place(stream)
@@ -209,7 +209,7 @@ class FollowerOutputs:
 
     def _place(self, stream: OutputStream) -> None:
         made, marked = self._made.get(stream.destination), self._marked.get(stream.destination, 0)
-        while made and (room := stream.room_up_to(marked)):
+        while made and (room := stream.room_before(marked)):
             count, payload = made.popleft()
             if count > room:
                 offset = offset_after(payload, room, count)
@@ -228,4 +228,4 @@ class FollowerOutputs:
         self._cut = None
         for destination, made in waiting.items():
             for count, payload in made:
-                streams[destination].append(count, payload, self._state.held_ticket)
+                streams[destination].append(count, payload, self._state.last_verdict_ticket)

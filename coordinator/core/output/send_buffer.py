@@ -19,7 +19,7 @@ class _Waiting:
 
 
 class SendBuffer:
-    """Batches of one stream that wait to be sent, or are in flight. :meth:`put` adds them in order."""
+    """Batches of one stream that wait to be sent, or are in flight. :meth:`enqueue` adds them in order."""
 
     def __init__(self, limits: Limits) -> None:
         self.in_flight_bytes = 0
@@ -54,14 +54,14 @@ class SendBuffer:
         limits = self._limits
         return limits.output_memory_bytes - limits.spill_row_bytes - self.in_flight_bytes - self.unsent_bytes
 
-    def put(self, batch: OutputBatch, ticket: int) -> None:
+    def enqueue(self, batch: OutputBatch, ticket: int) -> None:
         self._unsent.append(_Waiting(batch, ticket))
         self.unsent_bytes += len(batch.payload)
 
     def next_batch(
         self, durable_ticket: int, window_bytes: int, last_position: int | None = None
     ) -> OutputBatch | None:
-        """Return the next batch to send now, if the window is open and enough has gathered; see :meth:`_take`."""
+        """Return the next batch to send now, if the window is open and enough has gathered; see :meth:`_dequeue`."""
         unsent = self._unsent
         limits = self._limits
         if (
@@ -82,17 +82,17 @@ class SendBuffer:
             if rest is not None:
                 unsent.appendleft(_Waiting(rest, waiting.ticket))
             unsent.appendleft(_Waiting(front, waiting.ticket))
-        batch = join(self._take(durable_ticket, min(limits.peer_frame_bytes, room_bytes), last_position))
+        batch = join(self._dequeue(durable_ticket, min(limits.peer_frame_bytes, room_bytes), last_position))
         self._in_flight.append(batch)
         return batch
 
-    def take_all(self, durable_ticket: int, last_position: int | None = None) -> list[OutputBatch]:
+    def pop_all(self, durable_ticket: int, last_position: int | None = None) -> list[OutputBatch]:
         """Take everything that can be sent, for a local receiver without a window; it is in flight then."""
-        taken = self._take(durable_ticket, self.unsent_bytes, last_position)
+        taken = self._dequeue(durable_ticket, self.unsent_bytes, last_position)
         self._in_flight.extend(taken)
         return taken
 
-    def _take(self, durable_ticket: int, size_bytes_max: int, last_position: int | None) -> list[OutputBatch]:
+    def _dequeue(self, durable_ticket: int, size_bytes_max: int, last_position: int | None) -> list[OutputBatch]:
         """Take unsent batches up to ``size_bytes_max``, but at least one. None begins after ``last_position``; None: no
         limit."""
         unsent = self._unsent
@@ -122,13 +122,13 @@ class SendBuffer:
             while unsent and unsent[0].batch.first_position <= position:
                 waiting = unsent.popleft()
                 self.unsent_bytes -= len(waiting.batch.payload)
-                rest = part_behind(waiting.batch, position)
+                rest = part_after(waiting.batch, position)
                 if rest is not None:
                     self.unsent_bytes += len(rest.payload)
                     unsent.appendleft(_Waiting(rest, waiting.ticket))
         return size_bytes
 
-    def give_up_in_flight(self) -> None:
+    def requeue_in_flight(self) -> None:
         """Return batches in flight to the unsent ones: they will not arrive, or not in order."""
         for batch in reversed(self._in_flight):
             self._unsent.appendleft(_Waiting(batch, 0))
@@ -166,17 +166,17 @@ class KeptImpulses:
             raise self.misplaced(position)
         return min(room, count)
 
-    def take_following(self, position: int) -> ImpulseBatch | None:
+    def pop_following(self, position: int) -> ImpulseBatch | None:
         """Take the next impulses if their position follows ``position``."""
         if self._batches and self._batches[0].first_position == position + 1:
             return self._batches.popleft()
         return None
 
-    def take_all(self) -> list[ImpulseBatch]:
+    def pop_all(self) -> list[ImpulseBatch]:
         taken, self._batches = self._batches, deque()
         return list(taken)
 
-    def end_behind(self, position: int) -> int:
+    def end_after(self, position: int) -> int:
         """Return the position of the stream once all impulses that follow without a gap are added."""
         for impulses in self._batches:
             if impulses.first_position != position + 1:
@@ -204,7 +204,7 @@ def cut(batch: OutputBatch, count: int) -> tuple[OutputBatch, OutputBatch]:
     return _cut_at(batch, count, offset_after(batch.payload, count, batch.count))
 
 
-def part_behind(batch: OutputBatch, position: int) -> OutputBatch | None:
+def part_after(batch: OutputBatch, position: int) -> OutputBatch | None:
     """Return the part of ``batch`` after ``position``; None if there is none."""
     if batch.first_position > position:
         return batch
@@ -318,10 +318,10 @@ class Spill:
             if before > 0:
                 front, rest = cut(rest, before)
                 self._gather(front, ticket, logged)
-            front, rest = _split_behind(rest, known[0].last_position)
+            front, rest = _split_after(rest, known[0].last_position)
             self.add_stored(front.first_position, front.last_position, len(front.payload))
 
-    def know(self, extents: Iterable[SpilledExtent]) -> None:
+    def replace_known(self, extents: Iterable[SpilledExtent]) -> None:
         """Replace the known extents by those of another writer; gathered messages among them count as stored."""
         segments, self._segments = self._segments, deque()
         self._known, self._kept = deque(extents), deque()
@@ -348,7 +348,7 @@ class Spill:
             return
         self._segments.append(_Stored(first_position, last_position, size_bytes, ticket))
 
-    def size_known(self, first_position: int, last_position: int) -> int:
+    def estimate_size(self, first_position: int, last_position: int) -> int:
         """Estimate how many bytes the log has of these positions."""
         size_bytes = 0
         for extent in self._known:
@@ -398,7 +398,7 @@ class Spill:
 
     # --- out -----------------------------------------------------------------------------------------------------
 
-    def take_gathered(self, size_bytes_max: int, *, at_least_one: bool) -> tuple[OutputBatch, int] | None:
+    def pop_gathered(self, size_bytes_max: int, *, at_least_one: bool) -> tuple[OutputBatch, int] | None:
         """Take the oldest messages with their ticket, if they are in memory and fit into ``size_bytes_max``."""
         segment = self._segments[0] if self._segments else None
         if not isinstance(segment, _Gathered):
@@ -418,7 +418,7 @@ class Spill:
         self._read_position = segment.first_position
         return segment.first_position, segment.last_position
 
-    def take_read(self, first_position: int, batches: Sequence[OutputBatch]) -> list[OutputBatch]:
+    def accept_read(self, first_position: int, batches: Sequence[OutputBatch]) -> list[OutputBatch]:
         """Return the part of the read batches that goes to memory now."""
         if not self.reading or first_position != self._read_position:
             return []  # for a stream before a crash of the app
@@ -428,11 +428,11 @@ class Spill:
             rest: OutputBatch | None = batch
             while rest is not None and self._segments:
                 segment = self._segments[0]
-                rest = part_behind(rest, segment.first_position - 1) if isinstance(segment, _Stored) else None
+                rest = part_after(rest, segment.first_position - 1) if isinstance(segment, _Stored) else None
                 if rest is None or not isinstance(segment, _Stored):
                     break
                 require(rest.first_position == segment.first_position, "a gap in what was read back")
-                front, rest = _split_behind(rest, segment.last_position)
+                front, rest = _split_after(rest, segment.last_position)
                 taken.append(front)
                 self._drop_front(segment, front.last_position, len(front.payload))
         return taken
@@ -460,7 +460,7 @@ class Spill:
             else:
                 if segment.batch.first_position > position:
                     break
-                rest = part_behind(segment.batch, position)
+                rest = part_after(segment.batch, position)
                 self.gathered_bytes -= len(segment.batch.payload) - (len(rest.payload) if rest else 0)
                 if rest is not None:
                     segment.batch = rest
@@ -472,7 +472,7 @@ class Spill:
         self.kept_bytes -= freed_bytes
         return freed_bytes
 
-    def end_at(self, position: int) -> None:
+    def truncate_after(self, position: int) -> None:
         """Forget logged messages after ``position``: they belong to a part that was cut off."""
         self._known = deque(
             SpilledExtent(extent.first_position, min(extent.last_position, position), extent.size_bytes)
@@ -483,7 +483,7 @@ class Spill:
             self.kept_bytes -= self._kept.pop()[1]
 
 
-def _split_behind(batch: OutputBatch, position: int) -> tuple[OutputBatch, OutputBatch | None]:
+def _split_after(batch: OutputBatch, position: int) -> tuple[OutputBatch, OutputBatch | None]:
     """Split ``batch`` after ``position``; the second part is None if nothing is left."""
     if batch.last_position <= position:
         return batch, None

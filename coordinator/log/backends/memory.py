@@ -105,13 +105,13 @@ class MemoryBackend(Backend):
     ``free_bytes``: free bytes of its simulated disk. ``fails_next``: error of the next append, and of all later ones.
     """
 
-    def __init__(self, durable: MemoryTables, where: str, instance_name: str | None, *, writes: bool = True) -> None:
-        self.where = where
+    def __init__(self, durable: MemoryTables, label: str, instance_name: str | None, *, writes: bool = True) -> None:
+        self.label = label
         self.durable = durable
         self.repairs: list[str] = []
         self.free_bytes = 1 << 40
         self.fails_next: LogError | None = None
-        self.identity = read_identity(durable, where, instance_name)
+        self.identity = read_identity(durable, label, instance_name)
         durable.term += writes
         self.fence = durable.term
 
@@ -126,7 +126,7 @@ class MemoryBackend(Backend):
             self.raise_failure()
             durable = self.durable
             if append.fence != durable.term:
-                self.failure = FencedError(str(durable.term), f"{self.where} is written by another one since")
+                self.failure = FencedError(str(durable.term), f"{self.label} is written by another one since")
                 raise self.failure
             if append.expected_last_sequence_id != (last := durable.last_sequence_id()):
                 fail(f"an append follows record {append.expected_last_sequence_id}, the log ends with {last}")
@@ -161,7 +161,7 @@ class MemoryPlace(Place):
 
     def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> MemoryBackend:
         if self.exists():
-            raise LogFormatError(f"there is a log {self.where} already: open it, or choose another name")
+            raise LogFormatError(f"there is a log {self.label} already: open it, or choose another name")
         durable = self._logs[self.location] = MemoryTables()
         for row in rows:
             durable.put(*row)
@@ -178,5 +178,5 @@ class MemoryPlace(Place):
 
     def _opened(self, instance_name: str | None, *, writes: bool) -> MemoryBackend:
         if not self.exists():
-            raise LogFormatError(f"there is no log {self.where} in this process")
-        return MemoryBackend(self._logs[self.location], self.where, instance_name, writes=writes)
+            raise LogFormatError(f"there is no log {self.label} in this process")
+        return MemoryBackend(self._logs[self.location], self.label, instance_name, writes=writes)

@@ -21,7 +21,7 @@ from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.log.backend import Finding, Mac, Options, Place, ReadBackend, Row, Severity, View
 from immortal.coordinator.log.backends.lmdb.environment import (
     MappedPages,
-    begin_reading,
+    begin_read_transaction,
     describe_unnamed,
     error_of,
     last_transaction_id,
@@ -50,8 +50,8 @@ from immortal.coordinator.log.backends.lmdb.tables import (
     JournalRows,
     LmdbView,
     ReadTransaction,
+    create_tables,
     journal_nonce,
-    make_tables,
     open_tables,
     view_of,
 )
@@ -65,13 +65,13 @@ class LmdbReader(ReadBackend):
 
     def __init__(self, folder: Path, instance_name: str | None) -> None:
         """Open the log. Raises LogFormatError, LogIdentityError, DamagedLogError, LogLockedError (open here)."""
-        self.where = str(folder)
+        self.label = str(folder)
         self._folder = folder
         self._environment = open_environment(folder, readonly=True, map_size_bytes=0)
         try:
             self._tables = open_tables(self._environment, folder)
-            with begin_reading(self._environment, folder, buffers=True) as transaction:
-                self.identity = read_identity(LmdbView(transaction, self._tables), self.where, instance_name)
+            with begin_read_transaction(self._environment, folder, buffers=True) as transaction:
+                self.identity = read_identity(LmdbView(transaction, self._tables), self.label, instance_name)
         except BaseException:
             self._environment.close()
             raise
@@ -93,7 +93,7 @@ class LmdbReader(ReadBackend):
         abandoned_id = None
         while True:
             try:
-                transaction = begin_reading(self._environment, self._folder, buffers=buffers)
+                transaction = begin_read_transaction(self._environment, self._folder, buffers=buffers)
             except lmdb.MapResizedError:
                 self._environment.set_mapsize(0)  # the writer's new size
                 continue
@@ -129,7 +129,7 @@ class LmdbReader(ReadBackend):
             pass  # this reads the journal
         for problem in self._journal.repairs:
             yield Finding(Severity.DAMAGE, "journal", f"{problem}; the next start makes that last")
-        for problem in self._journal.left_out:
+        for problem in self._journal.skipped:
             yield Finding(Severity.NOTE, "journal", problem)
         high_water_mark = HighWaterMark(self._folder, self.identity, mac)
         try:
@@ -172,7 +172,7 @@ class LmdbPlace(Place):
         self._folder = Path(location)
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         return self.location
 
     @property
@@ -190,7 +190,7 @@ class LmdbPlace(Place):
             if log_exists(folder):
                 check_data_file(folder / DATA_FILE_NAME)
                 raise LogFormatError(f"there is a log in {folder} already: open it, or choose another folder")
-            _make(folder, rows)
+            _create(folder, rows)
             reach(FaultPoint.LOG_CREATED)
             return _open(folder, lock, identity.instance_name, options)
 
@@ -231,13 +231,13 @@ class LmdbPlace(Place):
     def make_private(self) -> str | None:
         return restrict_log_modes(self._folder)
 
-    def hold(self) -> Callable[[], None]:
+    def lock(self) -> Callable[[], None]:
         return FolderLock(self._folder).release
 
-    def open_held(self, instance_name: str) -> LmdbBackend:
+    def open_locked(self, instance_name: str) -> LmdbBackend:
         return _open(self._folder, None, instance_name, Options())
 
-    def findings(self, *, held: bool) -> Iterator[Finding]:
+    def findings(self, *, lock_held: bool) -> Iterator[Finding]:
         """Find damage, up to the first fatal one: reading further could crash this process."""
         folder = self._folder
         path = folder / DATA_FILE_NAME
@@ -250,7 +250,7 @@ class LmdbPlace(Place):
         if unreadable is not None:  # mapped, such a page would kill the process
             yield Finding(Severity.FATAL, "file", unreadable)
             return
-        if not held and is_locked(folder):
+        if not lock_held and is_locked(folder):
             what = "a coordinator writes this log: the structure of its pages is not checked"
             yield Finding(Severity.NOTE, "file", what)
             return
@@ -298,7 +298,7 @@ def _open(folder: Path, lock: FolderLock | None, instance_name: str, options: Op
         raise unavailable_error(folder, error) or LogError(f"the log in {folder} cannot be opened: {error}") from error
 
 
-def _make(folder: Path, rows: Sequence[Row]) -> None:
+def _create(folder: Path, rows: Sequence[Row]) -> None:
     """Create a new log's file, which gets its name once it is complete. Raises LogFullError, LogSyncError."""
     partial = folder / _PARTIAL_FOLDER_NAME
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted creation
@@ -306,7 +306,7 @@ def _make(folder: Path, rows: Sequence[Row]) -> None:
         make_folder(partial)
         # Without a lock: no other process knows it yet.
         with open_lmdb(partial, map_size=1 << 26, lock=False) as environment:
-            tables = make_tables(environment)
+            tables = create_tables(environment)
             with environment.begin(write=True) as transaction:
                 for table, key, value in rows:
                     transaction.put(key, value, db=tables[table])

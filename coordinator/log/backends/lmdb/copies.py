@@ -26,7 +26,7 @@ from immortal.coordinator.log.backends.lmdb.files import (
     log_exists,
     sync_names,
 )
-from immortal.coordinator.log.backends.lmdb.tables import LmdbView, Tables, TableWriter, make_tables, open_tables
+from immortal.coordinator.log.backends.lmdb.tables import LmdbView, Tables, TableWriter, create_tables, open_tables
 from immortal.coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.protocol.files import make_folder, sync_folder
@@ -65,7 +65,7 @@ def export_cut_rows(log: Path, name: str, rows: Iterable[Row]) -> Path:
 
 def _write(folder: Path, rows: Iterable[Row], map_size_bytes: int) -> None:
     with open_environment(folder, readonly=False, map_size_bytes=map_size_bytes) as target:
-        tables = make_tables(target)
+        tables = create_tables(target)
         for table, of_table in groupby(rows, key=lambda row: row[0]):
             put_rows(target, tables, table, of_table)
         target.sync(True)
@@ -104,7 +104,7 @@ def _copy_log(source: View, identity: LogIdentity, mac: Mac | None, target: Path
     if is_new:
         (target / DATA_FILE_NAME).unlink(missing_ok=True)  # left by an interrupted first backup
     with open_environment(target, readonly=False, map_size_bytes=MAP_SIZE_BYTES) as environment:
-        tables = make_tables(environment) if is_new else open_tables(environment, target)
+        tables = create_tables(environment) if is_new else open_tables(environment, target)
         if not is_new:
             with environment.begin(buffers=True) as transaction:
                 theirs = read_identity(LmdbView(transaction, tables), str(target), None)
@@ -160,7 +160,7 @@ def _copy_checkpoints(source: View, writing: TableWriter) -> None:
     theirs = {bytes(key): bytes(value) for key, value in source.scan("checkpoints")}
     ours = {bytes(key): bytes(value) for key, value in writing.view().scan("checkpoints")}
     for key in [key for key, header in ours.items() if theirs.get(key) != header]:
-        writing.delete(Span.of_one("checkpoints", key))
+        writing.delete(Span.of_key("checkpoints", key))
         for span in _spans(key):
             writing.delete(span)
     for key in [key for key, header in theirs.items() if ours.get(key) != header]:

@@ -101,7 +101,7 @@ def clear_dead_readers(environment: lmdb.Environment, folder: Path) -> None:
         environment.reader_check()
 
 
-def begin_reading(environment: lmdb.Environment, folder: Path, *, buffers: bool) -> lmdb.Transaction[Any]:
+def begin_read_transaction(environment: lmdb.Environment, folder: Path, *, buffers: bool) -> lmdb.Transaction[Any]:
     """Begin a read transaction. Raises lmdb.Error."""
     try:
         return environment.begin(buffers=buffers)  # type: ignore[call-overload,no-any-return]

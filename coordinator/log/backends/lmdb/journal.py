@@ -75,7 +75,7 @@ class Journal:
         self._number += 1
         return True
 
-    def make(self) -> bool:
+    def create(self) -> bool:
         """Create the file with all its blocks, then give it its name; return False if the disk has no room for them.
 
         It replaces the earlier journal: all entries must be in the tables.
@@ -172,7 +172,7 @@ class JournalReader:
 
     def __init__(self, folder: Path, identity: LogIdentity) -> None:
         self.repairs: list[str] = []  # messages about repaired damage
-        self.left_out: list[str] = []  # messages about incomplete entries
+        self.skipped: list[str] = []  # messages about incomplete entries
         self._path = folder / FILE_NAME
         self._seed = identity.check
         self._next = Place(-1, 0, 0)
@@ -301,7 +301,7 @@ class JournalReader:
         if packed is not None:
             self.repairs.append(f"entry {number} of {self._path} was damaged: one flipped bit was corrected")
         elif is_meant:
-            self.left_out.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
+            self.skipped.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
         return packed
 
     def _with_one_bit_flipped(self, data: bytes, size_bytes: int) -> bytes | None:

@@ -143,7 +143,7 @@ def _key_of(row: tuple[bytes, Readable]) -> bytes:
 WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
 
 
-def make_tables(environment: lmdb.Environment) -> Tables:
+def create_tables(environment: lmdb.Environment) -> Tables:
     """Create the tables of a new log. Raises lmdb.Error."""
     with environment.begin(write=True) as transaction:
         return {name: environment.open_db(name.encode(), txn=transaction) for name in TABLES}
@@ -195,9 +195,9 @@ class TableWriter:
     def put_rows(self, rows: Iterable[Row]) -> None:
         put = self.transaction.put
         for table, key, value in rows:
-            put(key, value, db=self.tables.get(table) or self.make(table))
+            put(key, value, db=self.tables.get(table) or self.create(table))
 
-    def make(self, table: str) -> lmdb._Database:
+    def create(self, table: str) -> lmdb._Database:
         made = self._environment.open_db(table.encode(), txn=self.transaction)
         self.tables[table] = made
         return made
@@ -244,7 +244,7 @@ class TableWriter:
         is_authenticated = self.transaction.get(META_AUTHENTICATED, db=self.tables["meta"]) is not None
         for name in TABLES_OF_SEALS:
             if is_authenticated and name not in self.tables:
-                self.make(name)
+                self.create(name)
             elif not is_authenticated and name in self.tables:
                 self.transaction.drop(self.tables.pop(name), delete=True)
 

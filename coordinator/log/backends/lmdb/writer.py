@@ -20,7 +20,7 @@ from immortal.coordinator.log.backend import Append, Backend, Mac, Options, Row
 from immortal.coordinator.log.backends.lmdb.environment import (
     MAP_SIZE_BYTES,
     MappedPages,
-    begin_reading,
+    begin_read_transaction,
     clear_dead_readers,
     error_of,
     last_transaction_id,
@@ -61,7 +61,7 @@ class LmdbBackend(Backend):
 
     def __init__(self, folder: Path, lock: FolderLock | None, instance_name: str, options: Options) -> None:
         """``lock``: owned by this object from now on; None: this process already holds it. Raises like Place.open."""
-        self.where = str(folder)
+        self.label = str(folder)
         self.repairs: list[str] = []
         self._folder = folder
         self._folder_lock = lock
@@ -87,7 +87,7 @@ class LmdbBackend(Backend):
         """
         self.tables = open_tables(self.environment, self._folder)
         with self.environment.begin(buffers=True) as transaction:
-            identity = read_identity(LmdbView(transaction, self.tables), self.where, instance_name)
+            identity = read_identity(LmdbView(transaction, self.tables), self.label, instance_name)
         self.identity = identity
         journal = JournalReader(self._folder, identity)
         try:
@@ -105,7 +105,7 @@ class LmdbBackend(Backend):
                 journal.make_durable()
         except OSError as error:
             raise error_of(self._folder, error) from error
-        self.repairs += journal.repairs + journal.left_out
+        self.repairs += journal.repairs + journal.skipped
         self.journaled: tuple[int, JournalRows] = transaction_id, {**rows}
         self._journal = Journal(self._folder, identity)
         if not rows:
@@ -123,7 +123,7 @@ class LmdbBackend(Backend):
                     self.raise_failure()
                     transaction_id, rows = self.journaled
                     rows = dict(rows)  # an append in another thread can continue
-                    with begin_reading(self.environment, self._folder, buffers=not copies) as transaction:
+                    with begin_read_transaction(self.environment, self._folder, buffers=not copies) as transaction:
                         if not rows or transaction.id() == transaction_id:
                             yield view_of(transaction, self.tables, rows)
                             return
@@ -179,7 +179,7 @@ class LmdbBackend(Backend):
         """Make the append durable without LMDB; return False if there is no room, or no journal."""
         self.raise_failure()
         if self._has_journal is None:
-            self._make_journal()
+            self._create_journal()
         if armed:
             for point in append.points:
                 reach(point)
@@ -192,7 +192,7 @@ class LmdbBackend(Backend):
             self.failure = error_of(self._folder, error)
             raise self.failure from error
         if appended:
-            self._tell_synced(began_s)
+            self._report_sync(began_s)
             journaled = self.journaled[1]
             for table, key, value in rows:
                 journaled[table, key] = value
@@ -200,10 +200,10 @@ class LmdbBackend(Backend):
                 time.sleep(self._sync_delay_s)
         return appended
 
-    def _make_journal(self) -> None:
+    def _create_journal(self) -> None:
         """Create the journal. Its file exists as long as the tables refer to it."""
         self.flush()  # an existing file can have valid entries
-        made = self._journal.make()
+        made = self._journal.create()
         if made:
             self._needs_journal = True  # set before the commit, which can be durable even if it fails
             row = meta_row(META_JOURNAL, self._journal.nonce)
@@ -220,7 +220,7 @@ class LmdbBackend(Backend):
                         writing.apply_journal(self.journaled[1])
                         operation(writing)
                         began_s = time.perf_counter()
-                    self._tell_synced(began_s)
+                    self._report_sync(began_s)
                     self.tables = writing.tables
                     transaction_id = last_transaction_id(self.environment)
                     self.journaled = transaction_id, {}
@@ -234,7 +234,7 @@ class LmdbBackend(Backend):
                     self.failure = error_of(self._folder, error)
                     raise self.failure from error
 
-    def _tell_synced(self, began_s: float) -> None:
+    def _report_sync(self, began_s: float) -> None:
         if self.synced is not None:
             self.synced(time.perf_counter() - began_s)
 

@@ -40,12 +40,12 @@ class PostgresReader(ReadBackend):
     """Reader of a log in PostgreSQL, beside its writer."""
 
     def __init__(self, address: Address, instance_name: str | None) -> None:
-        self.where = address.where
+        self.label = address.label
         self._address = address
         self._connections = Connections(address)
         try:
             with self.view() as view:
-                self.identity = read_identity(view, self.where, instance_name)
+                self.identity = read_identity(view, self.label, instance_name)
         except BaseException:
             self.close()
             raise
@@ -69,15 +69,15 @@ class PostgresPlace(Place):
 
     def __init__(self, location: str) -> None:
         super().__init__(location)
-        self._address = Address.of(location)
+        self._address = Address.parse(location)
         self._connections = Connections(self._address)
-        self._look_s = 0.0  # time of the next read of the lease's holder
+        self._next_read_s = 0.0  # time of the next read of the lease's holder
         self._holder: leases.Holder | None = None
 
     def exists(self) -> bool:
         address = self._address
         with self._connections.borrowed() as connection:
-            if not schema.check(connection, address.where):
+            if not schema.check(connection, address.label):
                 return False
             found = connection.execute(
                 "SELECT FROM immortal.heads WHERE instance = %s AND is_there", [address.named]
@@ -88,7 +88,7 @@ class PostgresPlace(Place):
         if self._address.instance is not None:
             return None
         with self._connections.borrowed() as connection:
-            if not schema.check(connection, self._address.where):
+            if not schema.check(connection, self._address.label):
                 return []
             found = connection.execute("SELECT instance FROM immortal.heads WHERE is_there ORDER BY instance")
             return [instance for (instance,) in found.fetchall()]
@@ -101,7 +101,7 @@ class PostgresPlace(Place):
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
         """Copy ``source`` in one transaction, so that an interrupted copy leaves nothing."""
         if self.exists():
-            raise ValueError(f"there is a log {self.where} already, and a copy is a new one: choose another name")
+            raise ValueError(f"there is a log {self.label} already, and a copy is a new one: choose another name")
         with self._making(Options()) as connection:
             return write_copy(connection, self._address.named, source)
 
@@ -111,9 +111,9 @@ class PostgresPlace(Place):
         address, instance = self._address, self._address.named
         with reaching(address), connect(address) as connection:
             if schema.version_of(connection) != schema.VERSION:
-                schema.migrate(connection, address.where)
+                schema.migrate(connection, address.label)
             if not options.allow_data_loss:
-                Durability.of(connection).check(self.where)
+                Durability.read(connection).check(self.label)
             with connection.transaction():
                 connection.execute(
                     "INSERT INTO immortal.heads VALUES (%s, false, 0, 0, -1, '') ON CONFLICT DO NOTHING", [instance]
@@ -123,7 +123,7 @@ class PostgresPlace(Place):
                     [instance],
                 )
                 if not made.rowcount:
-                    raise LogFormatError(f"there is a log {self.where} already: open it, or choose another name")
+                    raise LogFormatError(f"there is a log {self.label} already: open it, or choose another name")
                 yield connection
                 last = first_and_last_sequence_id(PostgresView(connection, instance))[1]
                 connection.execute(
@@ -139,15 +139,15 @@ class PostgresPlace(Place):
         return PostgresReader(self._address, instance_name)
 
     def is_live(self) -> bool:
-        return self._held() is not None
+        return self._lease_holder() is not None
 
     def holder(self) -> str | None:
-        held = self._held()
-        return None if held is None else held.name
+        holder = self._lease_holder()
+        return None if holder is None else holder.name
 
     def endpoint(self) -> str | None:
-        held = self._held()
-        return None if held is None else held.endpoint or None
+        holder = self._lease_holder()
+        return None if holder is None else holder.endpoint or None
 
     def watch(self) -> PostgresWatching:
         return PostgresWatching(self._address)
@@ -156,34 +156,34 @@ class PostgresPlace(Place):
         with self._connections.borrowed() as connection:
             return any(standby.is_ready for standby in leases.standbys(connection, self._address.named))
 
-    def _held(self) -> leases.Holder | None:
+    def _lease_holder(self) -> leases.Holder | None:
         """Return the holder of the lease, cached for the poll interval, since followers ask all the time."""
         now_s = time.monotonic()
-        if now_s >= self._look_s:
-            self._look_s = now_s + POLL_INTERVAL_S  # set before reading, so that a nudge meanwhile causes another read
+        if now_s >= self._next_read_s:
+            self._next_read_s = now_s + POLL_INTERVAL_S  # set before reading: a nudge meanwhile causes another read
             with self._connections.borrowed() as connection:
                 try:
                     self._holder = leases.holder(connection, self._address.named)
                 except (errors.UndefinedTable, errors.UndefinedColumn, errors.InvalidSchemaName):
                     self._holder = None
             if self._holder is not None:
-                self._look_s = min(self._look_s, now_s + self._holder.left_s)
+                self._next_read_s = min(self._next_read_s, now_s + self._holder.remaining_s)
         return self._holder
 
     def follow(self, options: Options, nudge: Callable[[], None]) -> PostgresStandby:
-        def look() -> None:
-            self._look_s = 0.0
+        def expire() -> None:
+            self._next_read_s = 0.0
             nudge()
 
-        return PostgresStandby(self._address, options.endpoint, look, options.checkpoints_to)
+        return PostgresStandby(self._address, options.endpoint, expire, options.checkpoints_to)
 
     def remove(self) -> None:
         if not self.exists():
             return
         instance = self._address.named
         with self._connections.borrowed() as connection, connection.transaction():
-            if (held := leases.holder(connection, instance, lock=True)) is not None:
-                raise LogLockedError(f"the log {self.where} is in use by {held.name}")
+            if (holder := leases.holder(connection, instance, lock=True)) is not None:
+                raise LogLockedError(f"the log {self.label} is in use by {holder.name}")
             connection.execute(
                 "UPDATE immortal.heads SET is_there = false, epoch = epoch + 1, appends_count = 0,"
                 " last_sequence_id = -1 WHERE instance = %s",
@@ -201,21 +201,21 @@ class PostgresPlace(Place):
 
     def migrate(self) -> str:
         with self._connections.borrowed() as connection:
-            before = schema.migrate(connection, self.where)
+            before = schema.migrate(connection, self.label)
         if before == schema.VERSION:
-            return f"the schema of {self.where} has version {before} already"
-        return f"the schema of {self.where} had version {before}, and has version {schema.VERSION} now"
+            return f"the schema of {self.label} has version {before} already"
+        return f"the schema of {self.label} had version {before}, and has version {schema.VERSION} now"
 
     def restrict(self, role: str, instances: Sequence[str], *, allowed: bool) -> None:
         with self._connections.borrowed() as connection:
-            if not schema.check(connection, self._address.where):
-                schema.migrate(connection, self._address.where)
+            if not schema.check(connection, self._address.label):
+                schema.migrate(connection, self._address.label)
             schema.restrict(connection, role, instances, allowed=allowed)
 
     def durability(self) -> list[str]:
         with self._connections.borrowed() as connection:
-            return Durability.of(connection).words
+            return Durability.read(connection).risks
 
     def _require(self) -> None:
         if not self.exists():
-            raise LogFormatError(f"there is no log {self.where}: 'immortal register NAME --log {self.where}' makes one")
+            raise LogFormatError(f"there is no log {self.label}: 'immortal register NAME --log {self.label}' makes one")

@@ -133,7 +133,7 @@ class ChunkUploads:
             if table == "checkpoints":
                 for upload in self._failed_uploads(SEQUENCE_KEY.unpack(key)[0]):
                     puts.append((CHUNKS, upload.key, upload.value))
-                    deletes.append(Span.of_one(ELSEWHERE, upload.key))
+                    deletes.append(Span.of_key(ELSEWHERE, upload.key))
         return msgspec.structs.replace(append, puts=puts, deletes=deletes)
 
     def _put(self, row: Row, epoch: int) -> Row:

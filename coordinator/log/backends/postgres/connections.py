@@ -47,10 +47,10 @@ class Address(Struct, frozen=True):
 
     database: str
     instance: str | None
-    where: str
+    label: str
 
     @classmethod
-    def of(cls, location: str) -> Address:
+    def parse(cls, location: str) -> Address:
         """Parse ``location``, the part of a URL after "postgresql:". Raises LogError."""
         database, _, instance = f"postgresql:{location}".partition("#")
         try:
@@ -69,7 +69,7 @@ class Address(Struct, frozen=True):
         """The instance. Raises LogFormatError if the URL has none."""
         if self.instance is None:
             raise LogFormatError(
-                f"{self.where} is a database, which may hold the logs of many instances: write {self.where}#NAME"
+                f"{self.label} is a database, which may hold the logs of many instances: write {self.label}#NAME"
             )
         return self.instance
 
@@ -85,7 +85,7 @@ def connect(address: Address) -> Connection:
         try:
             if connection.info.server_version < VERSION_MIN:
                 found = connection.info.parameter_status("server_version")
-                raise LogError(f"{address.where} is PostgreSQL {found}: version 15 or newer is needed")
+                raise LogError(f"{address.label} is PostgreSQL {found}: version 15 or newer is needed")
             # A setting in the URL is not overridden: the durability check refuses it.
             is_set_in_url = "synchronous_commit" in connection.info.options
             connection.execute((_NO_LIMITS if is_set_in_url else _NO_LIMITS + _DURABLE).encode())
@@ -105,19 +105,19 @@ def reaching(address: Address) -> Iterator[None]:
     try:
         yield
     except (errors.DiskFull, errors.OutOfMemory) as error:
-        raise LogFullError(f"the database {address.where} has no room: {error_line(error)}") from None
+        raise LogFullError(f"the database {address.label} has no room: {error_line(error)}") from None
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-        raise LogUnavailableError(f"the database {address.where} does not answer: {error_line(error)}") from None
+        raise LogUnavailableError(f"the database {address.label} does not answer: {error_line(error)}") from None
     except errors.ReadOnlySqlTransaction as error:  # the server was a primary until now
-        raise LogUnavailableError(f"the database {address.where} takes no writes: {error_line(error)}") from None
+        raise LogUnavailableError(f"the database {address.label} takes no writes: {error_line(error)}") from None
     except errors.InsufficientPrivilege as error:
         raise LogError(
-            f"the database {address.where} refuses it: {error_line(error)}; the role needs what immortal_writer has"
+            f"the database {address.label} refuses it: {error_line(error)}; the role needs what immortal_writer has"
             " ('GRANT immortal_writer TO ...', as the schema's owner), or 'immortal registry role', or SELECT on its"
             " tables where it only reads"
         ) from None
     except psycopg.Error as error:
-        raise LogError(f"the database {address.where} refuses it: {error_line(error)}") from None
+        raise LogError(f"the database {address.label} refuses it: {error_line(error)}") from None
 
 
 class Connections:
@@ -175,11 +175,11 @@ class Process(ProcessFile, frozen=True, kw_only=True):
     nonce: str
 
 
-def own_process() -> Process:
+def current_process() -> Process:
     return Process(space=_space(), nonce=secrets.token_hex(8), **own_fields())
 
 
-def own_name() -> str:
+def process_name() -> str:
     """Return the name of this process for messages."""
     return f"{socket.gethostname()} (process {os.getpid()})"
 
@@ -192,7 +192,7 @@ def _space() -> str:
         return secrets.token_hex(8)  # matches no process: the lease has to run out
 
 
-def is_process_gone(text: str) -> bool:
+def has_process_ended(text: str) -> bool:
     """Return True if the process in a lease is known to have ended."""
     try:
         process = decoding.decode_json(text, type=Process)
@@ -210,7 +210,7 @@ class Holder(NamedTuple):
 
     name: str  # for messages
     endpoint: str  # where peers reach it
-    left_s: float  # until the lease runs out
+    remaining_s: float  # until the lease runs out
 
 
 def holder(connection: Connection, instance: str, *, lock: bool = False) -> Holder | None:
@@ -220,7 +220,7 @@ def holder(connection: Connection, instance: str, *, lock: bool = False) -> Hold
         " FROM immortal.leases WHERE instance = %s AND until > clock_timestamp()" + (" FOR UPDATE" if lock else ""),
         [instance],
     ).fetchone()
-    if row is None or (row[1] == own_name() if row[0] == RELEASED else is_process_gone(row[0])):
+    if row is None or (row[1] == process_name() if row[0] == RELEASED else has_process_ended(row[0])):
         return None
     return Holder(*row[1:])
 
@@ -230,7 +230,7 @@ def standbys(connection: Connection, instance: str) -> list[Standby]:
     rows = connection.execute(
         "SELECT name, host, endpoint, is_ready FROM immortal.standbys"
         " WHERE instance = %s AND name <> %s AND seen > clock_timestamp() - make_interval(secs => %s) ORDER BY name",
-        [instance, own_name(), STANDBY_TIMEOUT_S],
+        [instance, process_name(), STANDBY_TIMEOUT_S],
     ).fetchall()
     return [Standby(*row) for row in rows]
 
@@ -273,14 +273,14 @@ class Lease:
         address: Address,
         length_s: float,
         endpoint: str,
-        look: Callable[[Connection], None] = lambda connection: None,
+        on_renewal: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
-        """``look``: the thread calls it with its connection at each renewal."""
+        """``on_renewal``: the thread calls it with its connection at each renewal."""
         self.lost_to: tuple[int, str] | None = None
         self.standbys: Sequence[Standby] = ()
         self._address, self._length_s, self._endpoint = address, length_s, endpoint
-        self._look = look
-        self._process = own_process()
+        self._on_renewal = on_renewal
+        self._process = current_process()
         self._text = msgspec.json.encode(self._process).decode()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-lease", daemon=True)
@@ -292,7 +292,7 @@ class Lease:
             " VALUES (%s, %s, %s, %s, clock_timestamp() + make_interval(secs => %s))"
             " ON CONFLICT (instance) DO UPDATE SET process = excluded.process, holder = excluded.holder,"
             " endpoint = excluded.endpoint, until = excluded.until",
-            [self._address.named, self._text, own_name(), self._endpoint, self._length_s],
+            [self._address.named, self._text, process_name(), self._endpoint, self._length_s],
         )
         notify(connection, self._address.named)
 
@@ -339,6 +339,6 @@ class Lease:
                 if not renewed.rowcount:
                     self.lost_to = head(connection, self._address.named)
                 self.standbys = standbys(connection, self._address.named)
-                self._look(connection)
+                self._on_renewal(connection)
         if connection is not None:
             connection.close()

@@ -42,11 +42,11 @@ class DurabilityGuard:
 
     def __init__(self, address: Address, *, allow_data_loss: bool) -> None:
         self.doubt = ""
-        self._address, self._where, self._instance = address, address.where, address.named
+        self._address, self._label, self._instance = address, address.label, address.named
         self._allow_data_loss = allow_data_loss
         self._standbys_count = 0  # number of standbys that a commit must wait for
         self._right = ""  # the settings that were last found to be right
-        self._taken = ""  # this writer's takeover, as recorded in the log
+        self._takeover = ""  # this writer's takeover, as recorded in the log
         self._synchronous_commit = "on"  # setting of the connection that appends
 
     @property
@@ -55,10 +55,10 @@ class DurabilityGuard:
 
     def check_connection(self, connection: Connection) -> None:
         """Check the settings of the connection for appends. Raises LogError."""
-        durability = Durability.of(connection)
+        durability = Durability.read(connection)
         self._synchronous_commit = durability.synchronous_commit
         if not self._allow_data_loss:
-            durability.check(self._where)
+            durability.check(self._label)
             self._standbys_count = durability.standbys_count
 
     def check_takeover(
@@ -68,17 +68,17 @@ class DurabilityGuard:
 
         ``head``: the earlier epoch, and its number of appends. Raises LogLostError, LogUnavailableError.
         """
-        noted = _Noted.of(connection, self._instance)
+        noted = _Noted.read(connection, self._instance)
         if not self._allow_data_loss:
             if noted.lost:
                 raise LogLostError(noted.lost)
             if last_sequence_id < sequence_id_required_min:
                 raise self.lost(f"it ends with record {last_sequence_id}, and had record {sequence_id_required_min}")
-            Durability.of(connection).check_again(self._where, noted.standbys_count)
+            Durability.read(connection).check_again(self._label, noted.standbys_count)
         forget_rows(connection, self._instance, REQUESTS_TABLE)
         _note(connection, self._instance, _STANDBYS, str(self._standbys_count))
-        self._taken = f"{head[0]} {head[1]} {secrets.token_hex(8)}"
-        _note(connection, self._instance, _TAKEN, self._taken)
+        self._takeover = f"{head[0]} {head[1]} {secrets.token_hex(8)}"
+        _note(connection, self._instance, _TAKEN, self._takeover)
 
     def require_whole(self, connection: Connection, done: tuple[int, int]) -> None:
         """Check that the server lacks no acknowledged append.
@@ -87,10 +87,10 @@ class DurabilityGuard:
         """
         if self._allow_data_loss:
             return
-        noted = _Noted.of(connection, self._instance)
+        noted = _Noted.read(connection, self._instance)
         if noted.lost:
             raise LogLostError(noted.lost)
-        if done[1] and noted.taken != self._taken and noted.head < done:
+        if done[1] and noted.takeover != self._takeover and noted.head < done:
             had = f"it was taken over with {noted.head[1]} appends of epoch {noted.head[0]}"
             raise self.lost(f"{had}, and {done[1]} of epoch {done[0]} were acknowledged")
 
@@ -98,12 +98,12 @@ class DurabilityGuard:
         """Check the settings again on the connection for appends. Raises LogUnavailableError."""
         if not self._allow_data_loss:
             with reaching(self._address):
-                Durability.of(connection).check_again(self._where, self._standbys_count)
+                Durability.read(connection).check_again(self._label, self._standbys_count)
 
     def check_after_commit(self, settings: str) -> None:
         """Check the settings that were read after a commit, before it is acknowledged. Raises LogUnavailableError."""
         if settings != self._right:
-            Durability.read(settings).check_again(self._where, self._standbys_count)
+            Durability.parse(settings).check_again(self._label, self._standbys_count)
             self._right = settings
 
     def check_in_background(self, connection: Connection, done: tuple[int, int] | None) -> None:
@@ -112,22 +112,22 @@ class DurabilityGuard:
             return
         if done is not None and head_count(connection, self._instance) < done:
             self.doubt = (
-                f"the database {self._where} may have lost acknowledged input: an older copy has taken its place"
+                f"the database {self._label} may have lost acknowledged input: an older copy has taken its place"
             )
             return
-        if lost := _Noted.of(connection, self._instance).lost:  # recorded by another process
+        if lost := _Noted.read(connection, self._instance).lost:  # recorded by another process
             self.doubt = lost
             return
-        durability = replace(Durability.of(connection), synchronous_commit=self._synchronous_commit)
+        durability = replace(Durability.read(connection), synchronous_commit=self._synchronous_commit)
         try:
-            durability.check_again(self._where, self._standbys_count)
+            durability.check_again(self._label, self._standbys_count)
             self.doubt = ""
         except LogUnavailableError as error:
             self.doubt = str(error)
 
     def lost(self, how: str) -> LogLostError:
         return LogLostError(
-            f"the database {self._where} has lost acknowledged input: {how}; a server was promoted that had not all of"
+            f"the database {self._label} has lost acknowledged input: {how}; a server was promoted that had not all of"
             " it. Promote one that has it, or bring back the one of before; to go on without what is gone, start the"
             " instance once with --allow-data-loss: streams of its peers stop where they know more, and say so"
         )
@@ -147,21 +147,21 @@ class DurabilityGuard:
 class _Noted(Struct, frozen=True):
     """State that earlier writers left.
 
-    ``taken``: the last takeover: the epoch, its number of appends, a nonce. ``lost``: message about data known to be
+    ``takeover``: the last takeover: the epoch, its number of appends, a nonce. ``lost``: message about data known to be
     lost; "": none.
     """
 
     standbys_count: int
-    taken: str
+    takeover: str
     lost: str
 
     @property
     def head(self) -> tuple[int, int]:
-        epoch, count = self.taken.split()[:2]
+        epoch, count = self.takeover.split()[:2]
         return int(epoch), int(count)
 
     @classmethod
-    def of(cls, connection: Connection, instance: str) -> _Noted:
+    def read(cls, connection: Connection, instance: str) -> _Noted:
         rows = connection.execute(
             "SELECT key, value FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, REQUESTS_TABLE]
         )
@@ -200,13 +200,13 @@ class Durability(Struct, frozen=True):
     synchronous_standby_names: str
 
     @classmethod
-    def of(cls, connection: Connection) -> Durability:
+    def read(cls, connection: Connection) -> Durability:
         row = connection.execute(SETTINGS).fetchone()
         assert row is not None
-        return cls.read(row[0])
+        return cls.parse(row[0])
 
     @classmethod
-    def read(cls, text: str) -> Durability:
+    def parse(cls, text: str) -> Durability:
         """Parse the result of SETTINGS."""
         return cls(*text.split("|", 3))
 
@@ -235,7 +235,7 @@ class Durability(Struct, frozen=True):
         return found
 
     @property
-    def words(self) -> list[str]:
+    def risks(self) -> list[str]:
         """Losses that failures of one machine would cause, one sentence each."""
         if losses := self.losses:
             return [f"acknowledged input can be lost: {loss}" for loss in losses]
@@ -253,15 +253,15 @@ class Durability(Struct, frozen=True):
             lines.append("while too few of these standbys answer, every append waits, and with it the instance")
         return lines
 
-    def check(self, where: str) -> None:
+    def check(self, label: str) -> None:
         """Check the settings. Raises LogError if acknowledged input could be lost."""
         if self.losses:
             raise LogError(
-                f"acknowledged input could be lost in {where}: {'; '.join(self.losses)}; set it right for this role"
+                f"acknowledged input could be lost in {label}: {'; '.join(self.losses)}; set it right for this role"
                 " and database, or start with --allow-data-loss"
             )
 
-    def check_again(self, where: str, standbys_count: int) -> None:
+    def check_again(self, label: str, standbys_count: int) -> None:
         """Check settings of a log whose commits waited for ``standbys_count`` standbys.
 
         Raises LogUnavailableError, as an operator can change the settings back.
@@ -274,6 +274,6 @@ class Durability(Struct, frozen=True):
             )
         if found:
             raise LogUnavailableError(
-                f"acknowledged input could be lost in {where}: {'; '.join(found)}; input waits until that is set right;"
+                f"acknowledged input could be lost in {label}: {'; '.join(found)}; input waits until that is set right;"
                 " to go on with less, stop the instance and start it once with --allow-data-loss"
             )

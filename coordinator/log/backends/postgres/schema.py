@@ -226,36 +226,36 @@ def version_of(connection: Connection) -> int | None:
     return None if row is None else int(row[0])
 
 
-def check(connection: Connection, where: str) -> bool:
+def check(connection: Connection, label: str) -> bool:
     """Check the schema's version; return False if there is no schema. Raises LogFormatError for an unknown version."""
     version = version_of(connection)
     if version is None:
         return False
     if version > VERSION:
         raise LogFormatError(
-            f"the schema 'immortal' of {where} has version {version}, this program knows version {VERSION}:"
+            f"the schema 'immortal' of {label} has version {version}, this program knows version {VERSION}:"
             " use the newer version of the program that made it"
         )
     if version < FIRST_VERSION:
         raise LogFormatError(
-            f"the schema 'immortal' of {where} has version {version}, which was never released: this program needs"
+            f"the schema 'immortal' of {label} has version {version}, which was never released: this program needs"
             f" version {VERSION}; let it make the schema in a new database"
         )
     if version < VERSION:
         raise LogFormatError(
-            f"the schema 'immortal' of {where} has version {version}, this program needs version {VERSION}:"
+            f"the schema 'immortal' of {label} has version {version}, this program needs version {VERSION}:"
             " 'immortal log upgrade NAME' brings it there, as the owner of the schema"
         )
     return True
 
 
-def migrate(connection: Connection, where: str) -> int:
+def migrate(connection: Connection, label: str) -> int:
     """Bring the schema to VERSION; return the version that it had (0: there was none). Raises LogError."""
     connection.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
     try:
         before = version_of(connection) or 0
         if before and not FIRST_VERSION <= before <= VERSION:
-            check(connection, where)
+            check(connection, label)
         try:
             with connection.transaction():  # others see the old version or the new one, nothing in between
                 for step in MIGRATIONS[max(0, before - FIRST_VERSION + 1) :]:
@@ -264,7 +264,7 @@ def migrate(connection: Connection, where: str) -> int:
                     connection.execute("UPDATE immortal.schema_version SET version = %s", [VERSION])
         except errors.InsufficientPrivilege as error:
             raise LogError(
-                f"the schema 'immortal' of {where} can't be made or changed: {error.diag.message_primary}; this needs"
+                f"the schema 'immortal' of {label} can't be made or changed: {error.diag.message_primary}; this needs"
                 " a role that may: the owner of the database, say"
             ) from None
         return before

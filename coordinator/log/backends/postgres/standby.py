@@ -37,21 +37,21 @@ _PUT = (
 )
 
 
-def key_of(asked: StandbyCheckpointRequest, standby: str) -> bytes:
-    return _KEY.pack(asked.fence, asked.checkpoint_id, asked.epoch) + standby.encode()
+def key_of(request: StandbyCheckpointRequest, standby: str) -> bytes:
+    return _KEY.pack(request.fence, request.checkpoint_id, request.epoch) + standby.encode()
 
 
 # --- the writer -------------------------------------------------------------------------------------------------------
 
 
-def request_checkpoint(connection: Connection, instance: str, asked: StandbyCheckpointRequest, standby: str) -> None:
+def request_checkpoint(connection: Connection, instance: str, request: StandbyCheckpointRequest, standby: str) -> None:
     """Request a checkpoint from a standby, replacing earlier requests. A fenced writer's request has no effect."""
     with connection.transaction():
         forget(connection, instance)
         connection.execute(
             "INSERT INTO immortal.rows (instance, table_name, key, value) SELECT instance, %s, %s, ''"
             " FROM immortal.heads WHERE instance = %s AND is_there AND epoch = %s",
-            [REQUESTS_TABLE, key_of(asked, standby), instance, asked.fence],
+            [REQUESTS_TABLE, key_of(request, standby), instance, request.fence],
         )
         leases.notify(connection, instance)
 
@@ -159,7 +159,7 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
 
     def __init__(self, address: Address, endpoint: str, nudge: Callable[[], None], checkpoints_to: str = "") -> None:
         """``checkpoints_to``: as for a writer, for the checkpoints that the writer requests."""
-        self.asked: StandbyCheckpointRequest | None = None
+        self.request: StandbyCheckpointRequest | None = None
         self._endpoint, self._nudge, self._checkpoints_to = endpoint, nudge, checkpoints_to
         self._is_ready = False
         self._connections = Connections(address)
@@ -174,49 +174,49 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
     def on_news(self, connection: Connection, *, is_news: bool) -> None:
         if is_news:
             self._nudge()
-        asked = request_to(connection, self._instance, leases.own_name())
-        if asked != self.asked:
-            self.asked = asked
+        request = request_to(connection, self._instance, leases.process_name())
+        if request != self.request:
+            self.request = request
             self._nudge()
         connection.execute(
             "INSERT INTO immortal.standbys VALUES (%s, %s, %s, %s, %s, clock_timestamp())"
             " ON CONFLICT (instance, name) DO UPDATE SET host = excluded.host, endpoint = excluded.endpoint,"
             " is_ready = excluded.is_ready, seen = excluded.seen",
-            [self._instance, leases.own_name(), socket.gethostname(), self._endpoint, self._is_ready],
+            [self._instance, leases.process_name(), socket.gethostname(), self._endpoint, self._is_ready],
         )
 
-    def put_chunk(self, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
+    def put_chunk(self, request: StandbyCheckpointRequest, index: int, value: bytes) -> None:
         with self._connections.borrowed() as connection:
-            self._insert(connection, asked, (CHUNKS, CHUNK_KEY.pack(asked.checkpoint_id, index), value))
+            self._insert(connection, request, (CHUNKS, CHUNK_KEY.pack(request.checkpoint_id, index), value))
 
-    def offer(self, asked: StandbyCheckpointRequest, offer: bytes) -> None:
+    def offer(self, request: StandbyCheckpointRequest, offer: bytes) -> None:
         # For a header, the store has accepted all objects, or redirect_chunks returns their chunks as rows.
-        header = (_HEADER, SEQUENCE_KEY.pack(asked.checkpoint_id), b"")
+        header = (_HEADER, SEQUENCE_KEY.pack(request.checkpoint_id), b"")
         with self._connections.borrowed() as connection, connection.transaction():
-            self._insert(connection, asked, header)
+            self._insert(connection, request, header)
             done = connection.execute(
                 "UPDATE immortal.rows SET value = %s"
                 " WHERE instance = %s AND table_name = %s AND key = %s AND value = ''",
-                [offer, self._instance, REQUESTS_TABLE, key_of(asked, leases.own_name())],
+                [offer, self._instance, REQUESTS_TABLE, key_of(request, leases.process_name())],
             )
             if not done.rowcount:
                 raise LogError(_CANCELLED)
 
-    def _insert(self, connection: Connection, asked: StandbyCheckpointRequest, row: Row) -> None:
+    def _insert(self, connection: Connection, request: StandbyCheckpointRequest, row: Row) -> None:
         """Insert a row while the request is open. Raises LogError if it is not, or the URL names no store."""
         if self._uploads is None:
             self._uploads = ChunkUploads(self._checkpoints_to, self._instance)
-        append = self._uploads.redirect_chunks(Append(-1, puts=[row]), asked.fence)
+        append = self._uploads.redirect_chunks(Append(-1, puts=[row]), request.fence)
         for span in append.deletes:  # objects that the store rejected: their chunks follow as rows
             connection.execute(
                 "DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s AND key >= %s AND key < %s",
                 [self._instance, span.table, span.first, span.end],
             )
-        request = {"asked_table": REQUESTS_TABLE, "asked": key_of(asked, leases.own_name())}
+        parameters = {"asked_table": REQUESTS_TABLE, "asked": key_of(request, leases.process_name())}
         for table, key, value in append.puts:
             if table != _HEADER:
                 values = {"instance": self._instance, "table": table, "key": bytes(key), "value": bytes(value)}
-                if not connection.execute(_PUT, request | values).rowcount:
+                if not connection.execute(_PUT, parameters | values).rowcount:
                     raise LogError(_CANCELLED)
 
     def close(self, wait_s: float) -> None:
@@ -227,7 +227,7 @@ class PostgresStandby(LeaseListener, StandbyRegistration):
 
     def unregister(self, connection: Connection) -> None:
         connection.execute(
-            "DELETE FROM immortal.standbys WHERE instance = %s AND name = %s", [self._instance, leases.own_name()]
+            "DELETE FROM immortal.standbys WHERE instance = %s AND name = %s", [self._instance, leases.process_name()]
         )
 
 

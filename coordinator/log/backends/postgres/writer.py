@@ -75,7 +75,7 @@ class PostgresBackend(Backend):
 
         Raises LogLockedError, LogLostError, LogFormatError, LogIdentityError, LogUnavailableError, LogError.
         """
-        self.where = address.where
+        self.label = address.label
         self.repairs: list[str] = []
         self.synced: Callable[[float], None] | None = None
         self._address = address
@@ -89,7 +89,7 @@ class PostgresBackend(Backend):
         self._takeover: tuple[int, int] | None = None  # the epoch that resolve begins, and its number of done appends
         self._is_warned = False  # a warning arrived since the first append in flight
         self._is_released = self._is_ended = False
-        self._asked_key = b""  # row of the open request to a standby; b"": none
+        self._request_key = b""  # row of the open request to a standby; b"": none
         self._guard = DurabilityGuard(address, allow_data_loss=options.allow_data_loss)
         self._lease = leases.Lease(address, options.lease_s, options.endpoint, self._check_in_background)
         self._chunks = ChunkUploads(options.checkpoints_to, address.named)
@@ -98,9 +98,9 @@ class PostgresBackend(Backend):
         try:
             with reaching(address):
                 self._guard.check_connection(self._connection)
-                self._sender = self._made_sender()
+                self._sender = self._create_sender()
                 with viewing(self._readers, self._instance) as view:
-                    self.identity = read_identity(view, self.where, instance_name)
+                    self.identity = read_identity(view, self.label, instance_name)
                 self.fence = self._take_over(sequence_id_required_min)
                 with viewing(self._readers, self._instance) as view:
                     named = {pointer.name for pointer in view.pointers()}
@@ -115,10 +115,10 @@ class PostgresBackend(Backend):
 
     def _connected(self) -> Connection:
         connection = connect(self._address)
-        connection.add_notice_handler(self._take_notice)
+        connection.add_notice_handler(self._handle_notice)
         return connection
 
-    def _made_sender(self) -> Sender:
+    def _create_sender(self) -> Sender:
         return Sender(self._connection, reads_settings=self._guard.waits_for_standbys)
 
     def _reconnect(self) -> None:
@@ -126,9 +126,9 @@ class PostgresBackend(Backend):
             self._connection.close()
         self._connection = self._connected()
         with reaching(self._address):
-            self._sender = self._made_sender()
+            self._sender = self._create_sender()
 
-    def _take_notice(self, notice: psycopg.errors.Diagnostic) -> None:
+    def _handle_notice(self, notice: psycopg.errors.Diagnostic) -> None:
         """Note a warning: an append whose wait for standbys was cancelled is answered as done, with a warning."""
         self._is_warned = self._is_warned or notice.severity_nonlocalized == "WARNING"
 
@@ -136,17 +136,17 @@ class PostgresBackend(Backend):
         """Take the log over, once no lease is valid; return its new epoch. Raises LogLockedError, LogLostError."""
         connection = self._connection
         with self._guard.record_data_loss(connection), connection.transaction():
-            if (held := leases.holder(connection, self._instance, lock=True)) is not None:
-                raise LogLockedError(f"the log {self.where} is in use by {held.name}")
+            if (holder := leases.holder(connection, self._instance, lock=True)) is not None:
+                raise LogLockedError(f"the log {self.label} is in use by {holder.name}")
             self._lease.take_over(connection)
             standbys.forget(connection, self._instance)
             head = leases.head_count(connection, self._instance, lock=True)
             row = connection.execute(
                 "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0, holder = %s"
                 " WHERE instance = %s AND is_there RETURNING epoch, last_sequence_id",
-                [leases.own_name(), self._instance],
+                [leases.process_name(), self._instance],
             ).fetchone()
-            require(row is not None, f"a log without a head: {self.where}")
+            require(row is not None, f"a log without a head: {self.label}")
             assert row is not None
             self._guard.check_takeover(connection, head, row[1], sequence_id_required_min)
         return int(row[0])
@@ -179,14 +179,14 @@ class PostgresBackend(Backend):
         lost_to = self._lease.lost_to
         if lost_to is None or lost_to[0] < self.fence:  # the database is an older copy: the next append notices it
             return None
-        return fenced(self.where, *lost_to)
+        return fenced(self.label, *lost_to)
 
     def require_write_lease(self) -> None:
         with self._readers.borrowed() as connection:
             epoch, holder = leases.head(connection, self._instance)
         settling = self._takeover
         if epoch != self.fence and (settling is None or epoch != settling[0]):
-            raise fenced(self.where, epoch, holder)
+            raise fenced(self.label, epoch, holder)
 
     def append(self, append: Append) -> None:
         with self._lock:
@@ -197,7 +197,7 @@ class PostgresBackend(Backend):
             parts = list(statements(append))
             if len(parts) == 1 and not armed:
                 self._send(append, parts[0])
-                while not self._take_answer():
+                while not self._handle_answer():
                     self._sender.wait()
             else:
                 self._send_parts(append, parts)
@@ -217,7 +217,7 @@ class PostgresBackend(Backend):
     def finish_oldest(self, *, wait: bool) -> bool:
         with self._lock:
             self._require_known()
-            while not self._take_answer():
+            while not self._handle_answer():
                 if not wait:
                     return False
                 self._sender.wait()
@@ -232,7 +232,7 @@ class PostgresBackend(Backend):
             self._outcome_unknown = True  # includes appends already sent
             raise LogUnavailableError(self._guard.doubt)
         if self._outcome_unknown:
-            raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
+            raise LogUnavailableError(f"what became of the last append to {self.label} is not known yet")
 
     def _objects_of(self, spans: Sequence[Span]) -> list[Pointer]:
         """Return the pointers of the chunks in ``spans`` that are in an object store."""
@@ -259,7 +259,7 @@ class PostgresBackend(Backend):
         number = self._appends_count + len(self._in_flight)
         return [self._instance, append.fence, number, append.expected_last_sequence_id, last]
 
-    def _take_answer(self) -> bool:
+    def _handle_answer(self) -> bool:
         """Process the answer to the oldest append in flight; return True if there was one."""
         with self._open():
             answer = self._sender.answer()
@@ -299,7 +299,7 @@ class PostgresBackend(Backend):
     def _finish_append(self, answer: Answer) -> None:
         if self._is_warned:
             self._outcome_unknown = True
-            raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
+            raise LogUnavailableError(f"the database {self.label} has not waited for its standbys")
         append, begun_s = self._in_flight[0]
         self._check(append, answer)
         if self._guard.waits_for_standbys:
@@ -318,7 +318,7 @@ class PostgresBackend(Backend):
         if answer.is_done:
             return
         if answer.epoch != append.fence:
-            self.failure = fenced(self.where, answer.epoch, answer.holder)
+            self.failure = fenced(self.label, answer.epoch, answer.holder)
             raise self.failure
         if answer.appends_count != self._appends_count:
             fail(f"append {self._appends_count + 1} of an epoch that has {answer.appends_count}")
@@ -346,7 +346,7 @@ class PostgresBackend(Backend):
                 ).fetchone()
                 epoch, count, holder, is_there = row or (0, 0, "", True)
                 if not is_there:
-                    self.failure = fenced(self.where, epoch, "whoever has removed it")
+                    self.failure = fenced(self.label, epoch, "whoever has removed it")
                     raise self.failure
                 done = self._done_until(epoch, count, holder)
                 self._takeover = epoch + 1, done
@@ -355,7 +355,7 @@ class PostgresBackend(Backend):
                     [self._instance],
                 )
             if self._is_warned:
-                raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
+                raise LogUnavailableError(f"the database {self.label} has not waited for its standbys")
             self._guard.recheck(self._connection)  # the settings were still right for that commit
             self.fence, self._appends_count, self._outcome_unknown, self._takeover = epoch + 1, 0, False, None
             self._in_flight.clear()
@@ -364,15 +364,15 @@ class PostgresBackend(Backend):
 
     def _done_until(self, epoch: int, count: int, holder: str) -> int:
         """Return the number of appends in flight that the head shows as done. Raises FencedError, LogError."""
-        if self._takeover is not None and (epoch, count, holder) == (self._takeover[0], 0, leases.own_name()):
+        if self._takeover is not None and (epoch, count, holder) == (self._takeover[0], 0, leases.process_name()):
             return self._takeover[1]  # an earlier resolve did it, and its answer was lost or not waited for
         try:
             self._guard.require_whole(self._connection, (self.fence, self._appends_count))
         except LogLostError as error:
             self.failure = error
             raise
-        if epoch > self.fence or (epoch == self.fence and holder != leases.own_name()):
-            self.failure = fenced(self.where, epoch, holder)
+        if epoch > self.fence or (epoch == self.fence and holder != leases.process_name()):
+            self.failure = fenced(self.label, epoch, holder)
             raise self.failure
         done: int = count - self._appends_count
         if epoch < self.fence or not 0 <= done <= len(self._in_flight):
@@ -382,24 +382,24 @@ class PostgresBackend(Backend):
         return done
 
     def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
-        asked = StandbyCheckpointRequest(self.fence, checkpoint_id, epoch)
-        self._asked_key = standbys.key_of(asked, name)
+        request = StandbyCheckpointRequest(self.fence, checkpoint_id, epoch)
+        self._request_key = standbys.key_of(request, name)
         with self._readers.borrowed() as connection:
-            standbys.request_checkpoint(connection, self._instance, asked, name)
+            standbys.request_checkpoint(connection, self._instance, request, name)
 
     def cancel_standby_request(self) -> None:
-        if self._asked_key and self.fenced_by is None:
-            self._asked_key = b""
+        if self._request_key and self.fenced_by is None:
+            self._request_key = b""
             with self._readers.borrowed() as connection:
                 standbys.forget(connection, self._instance)
 
-    def take_standby_offer(self) -> bytes | None:
-        if not self._asked_key:
+    def poll_standby_offer(self) -> bytes | None:
+        if not self._request_key:
             return None
         with self._readers.borrowed() as connection:
-            offer = standbys.answer_of(connection, self._instance, self._asked_key)
+            offer = standbys.answer_of(connection, self._instance, self._request_key)
         if offer is not None:
-            self._asked_key = b""
+            self._request_key = b""
         return offer
 
     def space(self) -> LogSpace:
@@ -421,7 +421,7 @@ class PostgresBackend(Backend):
         self._is_ended = True
         if release_lease:
             self.release_lease()
-        self.failure = self.failure or LogError(f"the log {self.where} is closed")
+        self.failure = self.failure or LogError(f"the log {self.label} is closed")
         self._lease.end()
         self._chunks.close()
         self._connection.close()
@@ -438,5 +438,5 @@ class PostgresBackend(Backend):
             self._lease.release(self._connection, self.successor)
 
 
-def fenced(where: str, epoch: int, holder: str) -> FencedError:
-    return FencedError(holder, f"fenced by {holder} at epoch {epoch}: it writes the log {where} now")
+def fenced(label: str, epoch: int, holder: str) -> FencedError:
+    return FencedError(holder, f"fenced by {holder} at epoch {epoch}: it writes the log {label} now")
