@@ -392,6 +392,13 @@ def method_names(app: str) -> dict[tuple[str, int], str]:
     return {(destination, method_id): name for destination, method_id, name, _ in found}
 
 
+def class_paths(app: str) -> list[tuple[list[str], list[str]]]:
+    """Return of the class ``app`` and of its nodes' classes the names, and what rules of redaction can name in it:
+    "pay.card", "pay.return", "items". Raises ReplayError.
+    """
+    return [tuple(one) for one in _inspect("paths", app, what="the class")]
+
+
 def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str, Any]]:
     """Return answers that handlers wait for at the end of a what-if and that the log lacks: [{"handler",
     "arguments", "waits_for"}]. Raises ReplayError.

@@ -8,6 +8,8 @@
                                                            and row on each line (:mod:`immortal.appsdk.state.tree`)
     methods module:Class                                   the names of its methods and its peers', as a JSON list of
                                                            [destination, method ID, name, parameters]
+    paths module:Class                                     what rules of redaction can name in it and its nodes, as a
+                                                           JSON list of [names of the class, ["pay.card", ...]]
     unanswered module:Class FILE                           waits of its handlers that are not in the log, after a
                                                            what-if: a JSON list of {"handler", "arguments", "waits_for"}
 
@@ -128,7 +130,9 @@ def redacted_state(state: Fields, definition: Definition | None = None) -> Field
 
 def class_names(definition: Definition) -> set[str]:
     """Return the names of a class, its bases, and the classes that it upgrades."""
-    return {cls.__qualname__ for one in definition.chain for cls in one.cls.__mro__}
+    return {
+        name for one in definition.chain for name in (*(cls.__qualname__ for cls in one.cls.__mro__), *one.formerly)
+    }
 
 
 def _redacted_task(task: Fields, definition: Definition | None) -> Fields:
@@ -262,7 +266,9 @@ def _parser() -> argparse.ArgumentParser:
     shown = commands.add_parser("diff-shown", help="what differs between two states that were shown, as JSON")
     table = commands.add_parser("rows", help="the state as rows of tables, into a file")
     methods = commands.add_parser("methods", help="the names of its methods, as JSON")
-    methods.add_argument("target", metavar="module:Class", help="the class below immortal.Immortal")
+    paths = commands.add_parser("paths", help="what rules of redaction can name, as JSON")
+    for command in (methods, paths):
+        command.add_argument("target", metavar="module:Class", help="the class below immortal.Immortal")
     for command, sides in ((show, [""]), (table, [""]), (compare, ["old_", "new_"]), (waiting, [""])):
         for side in sides:
             command.add_argument(f"{side}target", metavar="module:Class", help="the class below immortal.Immortal")
@@ -282,8 +288,8 @@ def _positive(text: str) -> int:
 
 
 def _answer(options: argparse.Namespace) -> tuple[int, Any]:
-    if options.command == "methods":
-        return _methods(options.target)
+    if options.command in ("methods", "paths"):
+        return (_methods if options.command == "methods" else _paths)(options.target)
     if options.command == "diff-shown":
         old, new = (
             redacted_state(Fields(decoding.load_json(file.read_bytes())["state"]))
@@ -334,6 +340,22 @@ def _methods(target: str) -> tuple[int, Any]:
         print_message(target, str(error))
         return EXIT_NOT_RUNNABLE, None
     return EXIT_DONE, [[*key, name, redaction.parameters.get(name, ())] for key, name in names.items()]
+
+
+def _paths(target: str) -> tuple[int, Any]:
+    if (cls := load_or_report(target)) is None:
+        return EXIT_NOT_RUNNABLE, None
+    definition = definition_of(cls)
+    own = [[sorted(class_names(definition)), [path for one in definition.chain for path in _paths_of(one)]]]
+    return EXIT_DONE, [*own, *([[cls.__qualname__], [*resolve_hints(cls), *dir(cls)]] for cls in definition.nodes)]
+
+
+def _paths_of(definition: Definition) -> Iterator[str]:
+    objects = (definition.objects or definition).cls
+    yield from resolve_hints(objects)
+    yield from (f"{name}.{redaction.RESULT}" for name in dir(objects) if callable(getattr(objects, name)))
+    for name, handler in definition.handlers.items():
+        yield from (f"{name}.{parameter}" for parameter in handler.signature.parameters)
 
 
 if __name__ == "__main__":
