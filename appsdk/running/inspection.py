@@ -353,7 +353,7 @@ def _paths(target: str) -> tuple[int, Any]:
 def _paths_of(definition: Definition) -> Iterator[str]:
     objects = (definition.objects or definition).cls
     yield from resolve_hints(objects)
-    yield from (f"{name}.{redaction.RESULT}" for name in dir(objects) if callable(getattr(objects, name)))
+    yield from (f"{name}.{redaction.RESULT}" for name in dir(objects))
     for name, handler in definition.handlers.items():
         yield from (f"{name}.{parameter}" for parameter in handler.signature.parameters)
 
