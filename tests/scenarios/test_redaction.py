@@ -1,4 +1,4 @@
-"""A marker in an argument, a result, an effect, a state and a field: no reader of the logs shows it, none loses more."""
+"""A marker is in an argument, a result, an effect, a state and a field: no reader of the logs shows it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ RULES = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("redaction")
     (folder / "redacted_app.py").write_text(APP)
-    changed = APP.replace("= Order(item, note)", "= Order(item, note + '!')").replace("fork(item, card,", "fork('x', '?',")
+    changed = APP.replace("= Order(item, note)", "= Order(item, note + '!')").replace(
+        "fork(item, card,", "fork('x', '?',"
+    )
     (folder / "redacted_app2.py").write_text(changed)
     app = load_module(folder, "redacted_app")
     with chdir(folder), Environment(fail_alone=True) as env:

@@ -177,6 +177,15 @@ def test_the_file_stands_beside_the_home(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rules_that_fit_nothing(tmp_path: Path) -> None:
-    use(tmp_path, "Cart.pay.card", "Cart.pay.crad", "Crat.pay", "Cart.items.*.note", "*.whatever", "*.*.card", "Cart.pay")
+    use(
+        tmp_path,
+        "Cart.pay.card",
+        "Cart.pay.crad",
+        "Crat.pay",
+        "Cart.items.*.note",
+        "*.whatever",
+        "*.*.card",
+        "Cart.pay",
+    )
     known = [({"Cart"}, ["pay.card", "pay.return", "items"])]
     assert list(redaction.unknown(known)) == ["Cart.pay.crad", "Crat.pay"]
