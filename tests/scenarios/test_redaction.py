@@ -198,6 +198,16 @@ def test_questions_about_moments(folder: Path) -> None:
         assert found["value"]["text"] == "true"
 
 
+def test_a_rule_for_nothing_and_a_wrong_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = _redaction(Registry(folder / HOME))  # the effect is in no class
+    assert "'Shop.charge'" in finding.what
+    (folder / "wrong.toml").write_text("hide = 3")
+    monkeypatch.setenv(redaction.FILE_VARIABLE, str(folder / "wrong.toml"))
+    shown = immortal("log", "show", "till")
+    assert "hide = 3 came, a list was expected: all values are hidden" in shown
+    assert "'tea'" not in shown
+
+
 def test_spark(folder: Path) -> None:
     logs = [folder / HOME]
     found = rows_here("messages", *logs, decode="till=redacted_app:Till,shop=redacted_app:Shop")
@@ -207,13 +217,3 @@ def test_spark(folder: Path) -> None:
     assert (typed["item"], typed["card"], typed["address"]) == ("tea", None, {"city": "Bern", "street": None})
     assert MARK in repr(rows_here("messages", *logs, method="Till.pay", plain="true"))
     redaction.use(None)
-
-
-def test_a_rule_for_nothing_and_a_wrong_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (finding,) = _redaction(Registry(folder / HOME))  # the effect is in no class
-    assert "'Shop.charge'" in finding.what
-    (folder / "wrong.toml").write_text("hide = 3")
-    monkeypatch.setenv(redaction.FILE_VARIABLE, str(folder / "wrong.toml"))
-    shown = immortal("log", "show", "till")
-    assert "hide = 3 came, a list was expected: all values are hidden" in shown
-    assert "'tea'" not in shown
