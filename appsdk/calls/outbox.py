@@ -197,7 +197,7 @@ class Outbox:
         self._closed_counts: dict[str, int] = {}
         self._closed_since_mark: list[tuple[str, int, int]] = []  # ..., and how many of them were sent before
         self._mark = (0, 0, "")
-        self.of_order = OF_ORDER
+        self.order_method_ids = OF_ORDER
         self._unordered = ""  # the last destination; calls to others must not leave before it has the call
         self._repeated: dict[str, int] = {}
         self._reports: list[bytes] = []
@@ -272,7 +272,7 @@ class Outbox:
             if len(body) > shallow and is_nested_beyond(body, 0, len(body), shallow + 1):
                 raise UsageError(describe_depth(name, signature.parameters, arguments))
             if context.carries:
-                context.nodes.accounts.passing(destination, body)
+                context.nodes.accounts.count_outgoing(destination, body)
             parts = batch.parts
             if not parts:
                 opened.append(batch)
@@ -315,7 +315,7 @@ class Outbox:
         """Register the handles in the last message of ``batch``. Remove that message if a handle can't be passed."""
         message = batch.parts[-2:]
         del batch.parts[-2:]
-        self._context.nodes.accounts.passing(batch.destination, message[1])
+        self._context.nodes.accounts.count_outgoing(batch.destination, message[1])
         is_first = not batch.parts
         batch.parts += message
         return is_first
@@ -388,7 +388,7 @@ class Outbox:
     def _is_plain_call(self, front: bytes) -> bool:
         """Return True for a call of a method not in OF_ORDER. ``front``: its encoded form before the arguments."""
         _, start = decode_zigzag_int(front, 0)
-        return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in self.of_order
+        return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in self.order_method_ids
 
     def _append(self, message_type: MessageType, batch: Batch) -> None:
         self._attach(batch.destination)
@@ -532,7 +532,7 @@ class ImpulseQueue:
         batches.append(batch)
         return len(batches) == 1
 
-    def ask_for_checkpoint(self) -> None:
+    def request_checkpoint(self) -> None:
         """Ask for a checkpoint, from any thread. Raises Disconnected."""
         with self._lock:
             if self._why_closed is not None:

@@ -14,14 +14,14 @@ from immortal.appsdk.dispatch.invocation import receiver, rpc_receiver, waking
 from immortal.appsdk.errors import Failure, HandlerError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.nodes.reference_counts import decode_awaited_node_call, decode_node_call, decode_word
+from immortal.appsdk.nodes.reference_counts import decode_awaited_node_call, decode_handle_message, decode_node_call
 from immortal.appsdk.ordering.multicasts import (
     decode_executed,
     decode_fence_message,
     decode_ordering_message,
     decode_propose,
 )
-from immortal.appsdk.waiting.impulses import EffectResult, ToldTime
+from immortal.appsdk.waiting.impulses import EffectResult, LoggedTime
 from immortal.protocol import decoding
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
@@ -58,25 +58,26 @@ class Delivery:
         self._context = context
         self._entries: dict[int, Entry] = {}
         self._by_front: dict[bytes, Entry] = {}
+        receive = context.tasks.incoming.receive_answer
         self._answers: dict[RpcKind, Entry] = {
-            kind: _entry(lambda data: data, partial(context.tasks.incoming.answered, kind), "the answer of a call")
+            kind: _entry(lambda data: data, partial(receive, kind), "the answer of a call")
             for kind in (RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED)
         }
         tasks, wakes = context.tasks, definition.has_tasks
         multicasts, inbox = context.multicasts, context.nodes.inbox
         for method_id, handler in self._definition.by_method_id.items():
             codec = self._definition.codec(handler)
-            taking, is_plain = context.nodes.accounts.taking, not codec.may_hold_handles
-            decode = codec.decode_plainly if is_plain else taking(codec.decode)
+            counting, is_plain = context.nodes.accounts.counting, not codec.may_hold_handles
+            decode = codec.decode_plainly if is_plain else counting(codec.decode)
             self._entries[method_id] = (decode, receiver(tasks, handler, wakes=wakes), codec.name)
         name = self._definition.initial
         begin: Callable[..., Any] = (lambda instance: None) if name is None else getattr(self._definition.cls, name)
         begin = waking(tasks, begin) if wakes else begin
         nothing: Any = decoding.Decoder(tuple[()]).decode
         initial = (nothing, self._only_in_first_record(begin), f"{self._definition.name}.{name or 'initial'}")
-        clock = _entry(decoding.Decoder(ToldTime).decode, tasks.told_time, "the clock")
-        effects = _entry(decoding.Decoder(EffectResult).decode, tasks.effect_done, "the result of an effect")
-        orders = _entry(decoding.Decoder(Order).decode, tasks.ordered, "an operator's order")
+        clock = _entry(decoding.Decoder(LoggedTime).decode, tasks.apply_time, "the clock")
+        effects = _entry(decoding.Decoder(EffectResult).decode, tasks.receive_effect_result, "the result of an effect")
+        orders = _entry(decoding.Decoder(Order).decode, tasks.execute_order, "an operator's order")
         cancels: Entry = (
             decoding.Decoder(tuple[str, int, int, str]).decode,
             lambda instance, caller, number, cancelled, reason: tasks.cancel_call(caller, number, cancelled, reason),
@@ -115,9 +116,9 @@ class Delivery:
                 RpcType.FORK,
                 _entry(decode_executed, multicasts.handle_executed, "an ordered multicast"),
             ),
-            (NODE_METHOD_ID, RpcType.FORK, _entry(decode_node_call, inbox.called, "a handle")),
-            (NODE_METHOD_ID, RpcType.ASYNC, _entry(decode_awaited_node_call, inbox.called, "a handle")),
-            (HANDLES_METHOD_ID, RpcType.FORK, _entry(decode_word, inbox.told, "a handle")),
+            (NODE_METHOD_ID, RpcType.FORK, _entry(decode_node_call, inbox.run_call, "a handle")),
+            (NODE_METHOD_ID, RpcType.ASYNC, _entry(decode_awaited_node_call, inbox.run_call, "a handle")),
+            (HANDLES_METHOD_ID, RpcType.FORK, _entry(decode_handle_message, inbox.receive_message, "a handle")),
         ):
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # Lengths of fronts, the longest first. No front is the start of another: a varint marks its own end.
@@ -130,8 +131,8 @@ class Delivery:
         def decode(arguments: Any) -> tuple[Any, ...]:
             return codec.decode_call(arguments)  # made at its first use: few apps are called so
 
-        taken: Decode = self._context.nodes.accounts.taking(decode) if codec.may_hold_handles else decode
-        return taken, rpc_receiver(self._context.tasks, handler), codec.name
+        counted: Decode = self._context.nodes.accounts.counting(decode) if codec.may_hold_handles else decode
+        return counted, rpc_receiver(self._context.tasks, handler), codec.name
 
     def _only_in_first_record(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the initial method, whose message is in record 0: a later message is another sender's, and refused."""

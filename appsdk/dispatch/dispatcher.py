@@ -262,7 +262,7 @@ class Dispatcher:
             elif message_type == MessageType.APP_TIME:
                 self.time = decode_app_time(data)
                 if self.time.jumped_ns:
-                    self.tasks.time_impulses.jumped(self.time.time_ns, self.time.jumped_ns)
+                    self.tasks.time_impulses.note_jump(self.time.time_ns, self.time.jumped_ns)
             elif message_type == MessageType.HANDLERS_ASKED:
                 self._send_handlers(decode_handlers_question(data))
                 yield OutputReady()

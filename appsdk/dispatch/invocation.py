@@ -108,7 +108,7 @@ def listed(
             tasks.open_labels = None
             if tasks.executions is not None:
                 waits = Caller(caller, number, handler.method_id) if front else None
-                tasks.executions.handled(context, handler, encoded, waits, labels, state, result)
+                tasks.executions.note_handled_call(context, handler, encoded, waits, labels, state, result)
 
     return run
 

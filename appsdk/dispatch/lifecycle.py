@@ -65,7 +65,7 @@ class Life:
         """Start for the first time, with the ``seed`` of all random streams. Raises StateError."""
         context = self._context
         context.seed = seed
-        self._tasks.starts_first = True
+        self._tasks.is_first_start = True
         context.record_time_ns = context.now_ns()  # kept with the checkpoint: an upgrade of it gets the same time
         instance = self._new_instance()
         run = context.run_contexts.run

@@ -320,7 +320,7 @@ class Records:
         caller, arguments = waiting_caller(message), rpc.arguments
         if caller is not None:
             arguments = encoder.encode(decoding.decode(arguments, type=list[Raw])[2:])
-        executions.handled(context, handler, arguments, caller, {}, "failed", failure_in_words(verdict))
+        executions.note_handled_call(context, handler, arguments, caller, {}, "failed", failure_in_words(verdict))
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
         """End the wait of a handler for a message that is skipped, so that it does not wait for ever."""
@@ -428,7 +428,7 @@ class Rewinds:
         """Handle ``records`` on top of the copy. ``passed``: the last (record, message) that was handled before."""
         tasks = self._context.tasks
         self.copies.failed()
-        tasks.rewinds()
+        tasks.note_rewind()
         tasks.effects.pause()
         tasks.queries.passed = passed
         guard = self._records.guard
@@ -470,5 +470,5 @@ class Rewinds:
         if self.copies.take(pieces, sequence_id):
             self._update_undo()
         self._failures.forget_up_to(self.copies.sequence_id(sequence_id))
-        tasks.copied()
+        tasks.note_copy()
         self._restart_guard()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.user_code import running, user_traceback
-from immortal.protocol.safe_output import RateLimit, one_word, printable, printable_json, printable_lines
+from immortal.protocol.safe_output import RateLimit, logfmt_value, printable, printable_json, printable_lines
 from immortal.protocol.verdicts import Verdict, VerdictKind
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def is_first_time(context: Context, task: Any) -> bool:
         return False
     queries = context.tasks.queries
     if not queries.is_live:
-        return bool(context.tasks.starts_first)
+        return bool(context.tasks.is_first_start)
     return (context.sequence_id, context.message_index) > queries.passed or context.sequence_id < 0
 
 
@@ -207,7 +207,7 @@ class FailureReporter:
         if not isinstance(error, tuple(effect.options.raises.values())):
             level, trace = "error", user_traceback(error)
             remedy = f"its handler has EffectFailed: mend what {effect.function.name} needs, and call that again"
-        record, caller = "{}:{}".format(*task.began_at), caller_in_words(task.caller)
+        record, caller = "{}:{}".format(*task.started_by), caller_in_words(task.caller)
         # only the handlers' thread counts handles
         arguments = "(...)" if task.tasks.codec(task.handler).may_hold_handles else task.described_arguments
         self._write(level, instance, text, task.name, arguments, caller, record, remedy, trace)
@@ -272,7 +272,7 @@ def _line(level: str, instance: str, text: str, fields: Mapping[str, Any]) -> st
     clock = f"{time.strftime('%H:%M:%S', time.localtime(now_s))}.{int(now_s % 1 * 1000):03d}"
     line = printable(f"{clock} {level:<7} {instance}> {text}")
     shown = " ".join(
-        f"{printable(name)}={one_word(value if isinstance(value, float) else _text(value))}"
+        f"{printable(name)}={logfmt_value(value if isinstance(value, float) else _text(value))}"
         for name, value in fields.items()
     )
     return f"{line}  {shown}" if shown else line

@@ -333,7 +333,7 @@ class Grouped(Immortal):
         for message in again:
             self._group_multicast(declared, known, message)
         answer = encoder.encode(Answer(False, known.view))
-        self._immortal_context.tasks.incoming.expelled(Scope(name, view_number), member, source, answer)
+        self._immortal_context.tasks.incoming.answer_expelled(Scope(name, view_number), member, source, answer)
 
     def _group_renew_all(self, name: str, known: Known, base: View, expelled: list[str]) -> None:
         """Notify all that wait for the view, or for an expelled member; the first member notifies the expelled ones

@@ -54,7 +54,7 @@ class _Hook:
         return _Hook.client if _Hook.is_attached() else self.own
 
 
-def pass_over_in_replays() -> None:
+def skip_in_replays() -> None:
     """Let ``breakpoint()`` do nothing from here on in code that a replay, or a rebuild, runs again."""
     if not isinstance(sys.breakpointhook, _Hook):
         sys.breakpointhook = _Hook(sys.breakpointhook)

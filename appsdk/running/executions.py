@@ -85,11 +85,11 @@ class ExecutionWriter:
 
     # --- the handlers' thread ---------------------------------------------------------------------------------------
 
-    def began(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None = None) -> None:
+    def note_start(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None = None) -> None:
         """Note an async handler that begins, or waits for its turn."""
-        self._put(self._write_began, call, handler, origin)
+        self._put(self._write_start, call, handler, origin)
 
-    def began_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
+    def note_restart(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
         """Note the new arguments of continue_as."""
 
         def write() -> None:
@@ -102,7 +102,7 @@ class ExecutionWriter:
 
         self._put(write)
 
-    def ended(
+    def note_end(
         self,
         number: int,
         state: str,
@@ -112,20 +112,20 @@ class ExecutionWriter:
         place: tuple[int, int],
     ) -> None:
         """Note the end of an execution. ``result``: encoded, or a text. ``place``: record and message that ended it."""
-        self._put(self._write_ended, number, state, result, entries, time_ns or 0, place)
+        self._put(self._write_end, number, state, result, entries, time_ns or 0, place)
 
-    def labelled(self, number: int, labels: Mapping[str, str]) -> None:
+    def note_labels(self, number: int, labels: Mapping[str, str]) -> None:
         self._put(self._write_labels, number, labels)
 
-    def called(self, number: int, step: int, call_number: int, destination: str) -> None:
+    def note_call(self, number: int, step: int, call_number: int, destination: str) -> None:
         """Note a call that the async handler ``number`` waits for."""
         self._note_part(number, step, call_number, destination, 1)
 
-    def tried(self, number: int, step: int, attempts: int) -> None:
+    def note_attempts(self, number: int, step: int, attempts: int) -> None:
         """Note the number of attempts of an effect."""
         self._note_part(number, step, 0, "", attempts)
 
-    def handled(
+    def note_handled_call(
         self,
         context: Context,
         handler: Handler[Any, Any],
@@ -141,13 +141,13 @@ class ExecutionWriter:
         call = SavedTask(key_of_call(*place), 0, handler.method_id, arguments, name, number, time_ns, [], [], *place)
 
         def write() -> None:
-            self._write_began(call, handler, None)
+            self._write_start(call, handler, None)
             self._write_labels(call.number, labels)
-            self._write_ended(call.number, state, result, (), time_ns, place)
+            self._write_end(call.number, state, result, (), time_ns, place)
 
         self._put(write)
 
-    def restored(self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]) -> None:
+    def note_restore(self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]) -> None:
         """Note that all input after ``record`` is handled again, from async handler ``next_number`` on."""
         if waiting or self._thread is not None or self._path.exists():
             self._put(self._write_restored, next_number, record, waiting)
@@ -231,7 +231,7 @@ class ExecutionWriter:
         assert self._database is not None
         return self._database.execute(sql, values)
 
-    def _write_began(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None) -> None:
+    def _write_start(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None) -> None:
         text, labels = _shown_call(handler, call.arguments)
         front = [call.number, handler.function.__qualname__, handler.method_id, "waiting", call.started_ns, None]
         place = [call.caller, min(call.call_number, (1 << 63) - 1), call.sequence_id, call.message_index]
@@ -241,7 +241,7 @@ class ExecutionWriter:
         self._rows[call.number] = [*front, *place, text, _kept(call.arguments), None, None, origin, None, None]
         self._write_labels(call.number, labels)
 
-    def _write_ended(
+    def _write_end(
         self,
         number: int,
         state: str,
@@ -283,7 +283,7 @@ class ExecutionWriter:
         known = {int(key) for (key,) in rows}
         for saved, handler in waiting:
             if saved.number not in known:
-                self._write_began(saved, handler, None)
+                self._write_start(saved, handler, None)
         for key in known - {saved.number for saved, _ in waiting}:  # nobody has written how they ended
             self._execute("update executions set state = 'ended' where key = ?", (key,))
 

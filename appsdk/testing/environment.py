@@ -14,7 +14,7 @@ from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.errors import HandlerError, UsageError
 from immortal.appsdk.handlers.definition import Definition, definition_of, shard_name
 from immortal.appsdk.immortal import Immortal
-from immortal.appsdk.running.debugger import pass_over_in_replays
+from immortal.appsdk.running.debugger import skip_in_replays
 from immortal.appsdk.testing.instance import Instance, MemorySource, Shards
 from immortal.appsdk.testing.outside import OUTSIDE_NAME, OUTSIDERS, EffectStubs
 from immortal.appsdk.testing.replay_check import ReplayDiffers, problems_of
@@ -111,7 +111,7 @@ class Environment:
     def _start(self, definition: Definition, name: str, effects: EffectStubs | None) -> Instance[Any]:
         __tracebackhide__ = True
         self._world.require_open()
-        pass_over_in_replays()  # for example those that check the test at its end
+        skip_in_replays()  # for example those that check the test at its end
         is_text = isinstance(name, str) and is_encodable(name)
         if not is_text or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
             raise UsageError(f"env.start(..., {name!r}): a name of 1 to {NAME_SIZE_BYTES_MAX} bytes was expected")

@@ -355,8 +355,8 @@ class HookQueue(ImpulseQueue):
         self._run_handlers()
         self._queue.flush(0)  # all are accepted, or it raises the reason
 
-    def ask_for_checkpoint(self) -> None:
-        self._queue.ask_for_checkpoint()
+    def request_checkpoint(self) -> None:
+        self._queue.request_checkpoint()
         self._run_handlers()
 
     def _run_handlers(self) -> None:

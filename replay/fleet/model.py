@@ -157,7 +157,7 @@ class Service(Struct, eq=False):
         draws = self.recorded.draws
         of_all = draws.starts(sequence_id) if indices is None else indices
         told = [draw for index in of_all for draw in draws.of(sequence_id, index)]
-        self.player.tasks.told(told)
+        self.player.tasks.receive_draws(told)
 
     def refuse_early(self) -> NoReturn:
         """Raise ReplayError: a changed message belongs before the service's first state."""

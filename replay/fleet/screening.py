@@ -96,7 +96,7 @@ class Trial:
         self.sequence_id = record.sequence_id
         if self.new.ended is not None:
             return None
-        self.new.tasks.told(was.draws)
+        self.new.tasks.receive_draws(was.draws)
         now = self.new.give_logged(record)
         calls = [] if was.output == now.output else self._calls(record, was, now)
         fates = self._fates(record.sequence_id, was, now)

@@ -98,7 +98,7 @@ class PartialRuns:
                 there.update(at for at in places if self._makers.get(at) in there)
                 if there.isdisjoint(places):
                     continue
-                player.tasks.told(draws)
+                player.tasks.receive_draws(draws)
                 given = [self._slot(at, is_there=at in there) for at in places]
                 player.give_slots(record.sequence_id, record.time_ns, given, is_logs=False)
             return read_value(player)

@@ -353,7 +353,7 @@ class MomentExplorer:
             "changed": watch.changed,
             "is_cut": watch.is_cut,
             "handler": task.described_call if task else None,
-            "began": task.began_at if task else None,
+            "began": task.started_by if task else None,
             "number": task.number if task else None,
         }
 

@@ -360,7 +360,7 @@ MUTATIONS = (
     Mutation(
         "what runs in each period runs by a jump of the clock",
         AppTimers,
-        "jumped",
+        "shift",
         "self.schedules[handler.method_id] += by_ns",
         "pass",
         seed=62,
