@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import tomllib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -85,7 +84,7 @@ def place() -> Path | None:
 def environment() -> dict[str, str]:
     """Return the variable by which a child process uses the same rules."""
     found = place()
-    is_there = FILE_VARIABLE in os.environ or (found is not None and found.exists())
+    is_there = found is not None and (os.environ.get(FILE_VARIABLE) or found.exists())
     return {FILE_VARIABLE: str(found and found.absolute())} if is_there else {}
 
 
@@ -93,7 +92,7 @@ def rules() -> Rules:
     """Return the rules, which a process reads once. A file that can't be read hides everything."""
     global _rules
     if _rules is None:
-        _rules = read(place(), must_exist=FILE_VARIABLE in os.environ)
+        _rules = read(place(), must_exist=bool(os.environ.get(FILE_VARIABLE)))
     return _rules
 
 
@@ -106,7 +105,11 @@ def use(given: Rules | None) -> None:
 def read(file: Path | None, *, must_exist: bool = False) -> Rules:
     """Read a file; ``problem`` says what is wrong with it."""
     try:
-        given = {} if file is None or not (must_exist or file.exists()) else tomllib.loads(file.read_text("utf-8"))
+        if file is None or not (must_exist or file.exists()):
+            return Rules()
+        import tomllib
+
+        given = tomllib.loads(file.read_text("utf-8"))
         paths = given.pop("hide", [])
         if given:
             raise ValueError(f"{', '.join(given)} came, hide alone was expected")
@@ -176,9 +179,9 @@ def result(handler: str | None, value: Any) -> Any:
     return redact(value, (handler and handler.rpartition(".")[2], RESULT))
 
 
-def step_result(what: str, value: Any) -> Any:
-    """Return the result of a step ("call till.receipt", "effect charge") as people are shown it."""
-    return result(what.partition(" of ")[0].rpartition(" ")[2], value)
+def called(what: str) -> str:
+    """Return what gave a step its result: of "call till.receipt" or "effect charge" the last word."""
+    return what.partition(" of ")[0].rpartition(" ")[2]
 
 
 def data(encoded: bytes) -> bytes:

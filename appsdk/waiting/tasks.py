@@ -53,7 +53,7 @@ from immortal.appsdk.waiting.operations import (
 )
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskSelf
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.client_frames import Caller
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID, HANDLERS_COUNT_MAX, REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import VerdictKind
@@ -537,8 +537,7 @@ def describe_step(entry: Entry) -> Values:
         return {"step": 0, "what": "cancelled", **_cancellation(entry), "raised": True}
     try:
         shown = decoding.decode_shown(entry.value, ext_hook=read_extension)
-        called = entry.what.partition(" of ")[0].rpartition(" ")[2]
-        value = encodable(_raised(shown) if entry.raised else describe_result(shown, called))
+        value = encodable(_raised(shown) if entry.raised else describe_result(shown, redaction.called(entry.what)))
     except decoding.DecodeError:
         value = f"{len(entry.value)} bytes"
     what = described(entry) if entry.what == TIMER else entry.what
