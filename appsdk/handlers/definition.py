@@ -20,6 +20,7 @@ from immortal.appsdk.errors import DefinitionError, OnError
 from immortal.appsdk.handlers.decorators import HOOK_MARK, Handler, definition_key
 from immortal.appsdk.state.schema import StateSchema, hook_of
 from immortal.appsdk.types.registry import current_module
+from immortal.protocol import redaction
 from immortal.protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, NO_ROLES, OWNERS
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.safe_output import is_encodable
@@ -331,6 +332,8 @@ def define(definition: Definition, roles: Mapping[str, Iterable[str]] | None = N
     inherited: Definition | None = getattr(cls, "_immortal_definition", None)
     definition.roles = roles_of(name, definition.handlers, roles, inherited.roles if inherited else {})
     definition.resolve(names_may_be_missing=True)
+    for handler in definition.handlers.values():
+        redaction.learn(handler.function.__qualname__, handler.signature.parameters)
     return definition
 
 

@@ -424,7 +424,7 @@ class HandlerRuns:
     ) -> None:
         """Report that ``handler`` raised an exception that it declares."""
         if self.context.reporter is not None:
-            describe = partial(describe_arguments, arguments, _names(handler))
+            describe = partial(describe_arguments, arguments, _names(handler), handler.name)
             self.context.reporter.declared(self.context, handler.function.__qualname__, describe, caller, error)
 
     def run_step(self, task: int, step: int, handler: AnyHandler, arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
