@@ -367,6 +367,7 @@ class TableReader:
 def is_redacted(method_id: int | None) -> bool:
     """Return True if a rule of redaction may be for the method, of which only the ID is known."""
     named = {rule[1] for rule in redaction.rules().rules}
+    named |= {"immortal_take"} if named else set()  # its arguments are rows of a state
     is_derived = method_id is not None and method_id >= DERIVED_METHOD_ID_MIN
     is_other = is_derived and "*" not in named and method_id not in {method_id_of_name(name) for name in named}
     return bool(redaction.rules().anywhere) or (bool(named) and not is_other)

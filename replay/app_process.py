@@ -400,7 +400,7 @@ def method_names(app: str) -> dict[tuple[str, int], str]:
     """Return the method names of the class ``app``: (destination, method ID) to a name. Raises ReplayError."""
     found: list[tuple[str, int, str, list[str]]] = _inspect("methods", app, subject="the class")
     for _, _, name, parameters in found:
-        redaction.parameters.setdefault(name, tuple(parameters))
+        redaction.learn(name, parameters)
     return {(destination, method_id): name for destination, method_id, name, _ in found}
 
 
@@ -408,7 +408,7 @@ def class_paths(app: str) -> list[tuple[list[str], list[str]]]:
     """Return of the class ``app`` and of its nodes' classes the names, and what rules of redaction can name in it:
     "pay.card", "pay.return", "items". Raises ReplayError.
     """
-    return [tuple(one) for one in _inspect("paths", app, what="the class")]
+    return [tuple(one) for one in _inspect("paths", app, subject="the class")]
 
 
 def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str, Any]]:
