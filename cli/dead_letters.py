@@ -74,7 +74,7 @@ _all_option = click.option("--all", "all_of_them", is_flag=True, help="All dead 
 def _list(settings: InstanceSettings, as_json: bool) -> None:
     with own_logs.open_reader(settings) as reader:
         found = [letter_values(letter, reader) for letter in reader.letters()]
-        _tell_problems(reader)
+        _print_problems(reader)
     if as_json:
         echo_json(found)
     elif not found:
@@ -116,7 +116,7 @@ def export(settings: InstanceSettings, file: Path | None, app: str | None) -> No
             raise click.UsageError(f"{file} is there already: give another name, or remove it first") from None
         for letter in reader.letters():
             echo(json.dumps(_whole(letter, reader, decoder)), file=out)
-        _tell_problems(reader)
+        _print_problems(reader)
 
 
 @dead_letters.command()
@@ -128,7 +128,7 @@ def retry(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: boo
 
     The instance must be running. Exit status: 1 if one of them could not be retried.
     """
-    answer = _ask(settings, "letters-retry", _chosen(settings, ids, all_of_them))
+    answer = _request(settings, "letters-retry", _chosen(settings, ids, all_of_them))
     retried, refused = answer.get("retried", 0), answer.get("refused") or {}
     echo(f"{settings.name}: {counted(retried, 'dead letter')} retried")
     for one, reason in refused.items():
@@ -150,7 +150,7 @@ def drop(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool
     if not yes:
         what = "all dead letters" if all_of_them else counted(len(chosen["keys"]), "dead letter")
         click.confirm(f"Drop {what} of {settings.name} for good?", abort=True)
-    answer = _ask(settings, "letters-drop", chosen)
+    answer = _request(settings, "letters-drop", chosen)
     echo(f"{settings.name}: {counted(answer.get('dropped', 0), 'dead letter')} dropped")
 
 
@@ -170,7 +170,7 @@ def _chosen(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: b
     return {"keys": [[*one, 0, 0] for one in dict.fromkeys(ids)]}
 
 
-def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
+def _request(settings: InstanceSettings, verb: str, request: Values) -> Values:
     request = {**request, "who": operator_name()}
     return ask_coordinator(settings, verb, request, timeout_s=REQUEST_TIMEOUT_S, not_running=_not_running(settings))
 
@@ -192,7 +192,7 @@ def _unknown(settings: InstanceSettings, wanted: MessageId) -> FailedError:
 # --- contents of a letter --------------------------------------------------------------------------------------------
 
 
-def _tell_problems(reader: LogReader) -> None:
+def _print_problems(reader: LogReader) -> None:
     for problem in reader.problems:
         echo(f"warning: {problem}", err=True)
 

@@ -67,7 +67,7 @@ _id_argument = click.argument("wanted", metavar="ID", type=click.IntRange(1, (1 
 
 
 def _list(settings: InstanceSettings, as_json: bool) -> None:
-    answer = _ask(settings, "handlers", {})
+    answer = _request(settings, "handlers", {})
     found = [with_times(one) for one in answer["handlers"]]
     multicasts = [with_times(one) for one in answer.get("multicasts", ())]
     schedules = [with_times(one) for one in answer.get("schedules", ())]
@@ -95,7 +95,7 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
 @_pass_settings
 def explain(settings: InstanceSettings, wanted: int, as_json: bool) -> None:
     """Explain a handler: its arguments, its cause, what it has done, what it waits for, and what would end the wait."""
-    found = _ask(settings, "handlers", {"task": wanted})["handler"]
+    found = _request(settings, "handlers", {"task": wanted})["handler"]
     if found is None:
         raise FailedError(
             f"no handler {wanted} of {settings.name!r} waits: it has ended, or there never was one; 'immortal handlers "
@@ -176,7 +176,7 @@ def retry_effect(settings: InstanceSettings, wanted: int) -> None:
 
     The attempt counts as the next one of its Retry. Exit status: 1 if no effect waits for its next attempt.
     """
-    answer = _ask(settings, "retry-effect", {"task": wanted, "who": operator_name()})
+    answer = _request(settings, "retry-effect", {"task": wanted, "who": operator_name()})
     if problem := retry_problem(settings.name, answer):
         raise FailedError(printable(problem))
     echo(f"{settings.name}: {answer['text']}")
@@ -186,14 +186,14 @@ def retry_effect(settings: InstanceSettings, wanted: int) -> None:
 
 
 def _order(settings: InstanceSettings, verb: str, request: Values) -> None:
-    answer = _ask(settings, verb, {**request, "who": operator_name()})
+    answer = _request(settings, verb, {**request, "who": operator_name()})
     text = f"{answer['text']} (record {answer['record']}:{answer['message']})"
     if not answer["done"]:
         raise FailedError(printable(text))
     echo(f"{settings.name}: {text}")
 
 
-def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
+def _request(settings: InstanceSettings, verb: str, request: Values) -> Values:
     not_running = (
         f"{settings.name!r} does not run, and only its app knows what its handlers wait for: start it with "
         f"'immortal run {settings.name}'; without it, 'immortal replay {settings.name} --state' shows who waits"
@@ -263,7 +263,7 @@ def group() -> None:
 @pass_registry
 def show(registry: Registry, name: str, as_json: bool) -> None:
     """Show the members and senders of the group NAME, and which instance waits for which."""
-    found = _asked(registry, name)
+    found = _group_answers(registry, name)
     newest = _newest(found)
     silent = [one for one in newest["members"] if one not in found]
     if as_json:
@@ -310,7 +310,7 @@ def expel(registry: Registry, name: str, member: str, yes: bool, timeout_s: floa
     them. MEMBER learns of it when it is back. Exit status: 1 if the expulsion is not complete after --timeout; it then
     continues in the background.
     """
-    found = _asked(registry, name)
+    found = _group_answers(registry, name)
     newest = _newest(found)
     members = newest["members"]
     if member not in members:
@@ -342,7 +342,7 @@ def expel(registry: Registry, name: str, member: str, yes: bool, timeout_s: floa
         time.sleep(LOOK_EACH_S)
 
 
-def _asked(registry: Registry, name: str) -> dict[str, Values]:
+def _group_answers(registry: Registry, name: str) -> dict[str, Values]:
     """Ask each instance that runs here about the group; return answers by instance. Raises FailedError."""
     running = [one for one in registry.names() if control.running(registry.load(one).folder) is not None]
 

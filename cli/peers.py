@@ -189,10 +189,10 @@ def _peers_of(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]
         summary = reader.summary()
     routes = Routes(Discovery(settings, registry), lambda message: None)
     names = {*summary.sources, *summary.peers, *summary.acknowledged, *summary.spilled} - {IMPULSES, ONESELF}
-    return {name: _of_log(summary, name) | _of_route(routes, name) for name in sorted(names)}
+    return {name: _peer_in_log(summary, name) | _peer_of_route(routes, name) for name in sorted(names)}
 
 
-def _of_log(summary: LogSummary, name: str) -> Peer:
+def _peer_in_log(summary: LogSummary, name: str) -> Peer:
     source, start = summary.sources.get(name), summary.stream_starts.get(name)
     return {
         "committer_id": summary.peers.get(name) or (source.committer_id if source else 0) or None,
@@ -214,7 +214,7 @@ def _of_log(summary: LogSummary, name: str) -> Peer:
     }
 
 
-def _of_route(routes: Any, name: str) -> Peer:
+def _peer_of_route(routes: Any, name: str) -> Peer:
     route = routes.describe(name)
     return {"endpoint": route["endpoint"], "origin": route["origin"], "error": route["problem"]}
 

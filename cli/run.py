@@ -13,11 +13,11 @@ import msgspec
 from immortal.cli.options import (
     app_name,
     follow_option,
+    given_options,
     log_output_options,
     name_argument,
     pass_registry,
     promote_option,
-    said,
     start_option,
     trust_pickle_option,
 )
@@ -97,7 +97,7 @@ def run(
         app_command,
         app_stdin,
         coordinator_command,
-        supervised,
+        supervised_settings,
     )
     from immortal.coordinator.service.process import STATUS_FENCED, start_turn
     from immortal.coordinator.service.supervisor import Supervisor
@@ -114,7 +114,7 @@ def run(
     if app is None:
         raise RegistryError(f"{name!r} has not been run yet: give its app ('immortal run {name} MODULE:CLASS')")
     if embedded:
-        if restart or follow or promote or trust_pickle or log_format != "human" or said(options):
+        if restart or follow or promote or trust_pickle or log_format != "human" or given_options(options):
             raise click.UsageError("--embedded can be combined with --strict and --log-level only")
         _become_embedded(settings, app, strict=strict, log_level=log_level)
     on_started = (lambda: None) if follow else start_turn(registry.home)
@@ -122,7 +122,7 @@ def run(
         upgrade_mark.write(settings.folder, msgspec.structs.replace(mark, app=app))  # registered once it is durable
     elif not follow:
         settings = registry.remember_app(name, app)
-    own = supervised(override(settings, **said(options)))
+    own = supervised_settings(override(settings, **given_options(options)))
     if ensure_machine_keys(own, registry):
         echo(f"{name}: made keys for this machine")
     registry.refuse_open_folder(name)

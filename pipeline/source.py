@@ -29,11 +29,11 @@ from immortal.pipeline.reading import (
     Gap,
     LogRange,
     log_folders,
-    one_each,
     open_range,
     paths_of,
     read_range,
     registered_apps,
+    require_one_each,
     whole_range,
     within_time,
 )
@@ -93,7 +93,7 @@ class Options:
     unloaded: Mapping[str, str] = field(default_factory=dict)  # instance: why its class is not among ``decode``
 
     @classmethod
-    def of(cls, options: Mapping[str, str]) -> Options:
+    def parse(cls, options: Mapping[str, str]) -> Options:
         """Check ``options``. Raises SourceError, which names the option, its value and what was expected."""
         for name in options:
             known = name.lower().removeprefix("option.")
@@ -146,7 +146,7 @@ class Options:
     def schema(self) -> StructType:
         return from_arrow_schema(calls.schema) if (calls := self.calls) is not None else SCHEMAS[self.table]
 
-    def takes(self, instance: str) -> bool:
+    def includes(self, instance: str) -> bool:
         """Return True if the options ask for the log of ``instance``."""
         return not self.instances or instance in self.instances
 
@@ -201,7 +201,7 @@ class ImmortalSource(DataSource):
         return "immortal"
 
     def schema(self) -> StructType:
-        schema = Options.of(self.options).schema
+        schema = Options.parse(self.options).schema
         if "provider" not in self.options:
             return schema
         kept = {_KEPT: {name: self.options[name] for name in self.options}}
@@ -209,7 +209,7 @@ class ImmortalSource(DataSource):
 
     def reader(self, schema: StructType) -> Reader:
         self._add_kept(schema)
-        return Reader(Options.of(self.options), schema)
+        return Reader(Options.parse(self.options), schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 (Spark's name)
         self._add_kept(schema)
@@ -293,11 +293,11 @@ class Reader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         options = self._options
-        ranges = one_each(map(whole_range, log_folders(list(options.paths))))
+        ranges = require_one_each(map(whole_range, log_folders(list(options.paths))))
         if missing := options.instances - {each.instance for each in ranges}:
             there = ", ".join(sorted({each.instance for each in ranges})[:20])
             raise SourceError(f"option instance: there is no log of {', '.join(sorted(missing))}: there are {there}")
-        ranges = [each for each in ranges if options.takes(each.instance)]
+        ranges = [each for each in ranges if options.includes(each.instance)]
         if options.table != "checkpoints":
             ranges = [part for each in ranges for part in split(options.narrow(each), options.partition_bytes)]
         return _partitions(ranges, options)
@@ -370,7 +370,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """
 
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
-        self._options = Options.of(options)
+        self._options = Options.parse(options)
         if self._options.table == "checkpoints":
             raise SourceError("the table 'checkpoints' is no stream, it shrinks: read it with spark.read")
         for name in ("fromTime", "toTime"):
@@ -412,8 +412,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if self._target is not None:
                 end = min(end, self._target[each.folder]["next"])
             waiting[each.folder] = max(0, end - place["next"])
-        taken = shares(waiting, limit.max_rows) if isinstance(limit, ReadMaxRows) else waiting
-        for folder, count in taken.items():
+        granted = shares(waiting, limit.max_rows) if isinstance(limit, ReadMaxRows) else waiting
+        for folder, count in granted.items():
             place = places[folder]
             places[folder] = {"committer_id": place["committer_id"], "next": place["next"] + count}
         return places
@@ -435,8 +435,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _read(self._ranges, partition)
 
     def _logs(self) -> list[LogRange]:
-        ranges = one_each(map(whole_range, log_folders(list(self._options.paths), may_be_none=True)))
-        return [each for each in ranges if self._options.takes(each.instance)]
+        ranges = require_one_each(map(whole_range, log_folders(list(self._options.paths), may_be_none=True)))
+        return [each for each in ranges if self._options.includes(each.instance)]
 
     def _first(self, each: LogRange) -> int:
         return max(each.first, self._options.first)
@@ -475,10 +475,10 @@ def _require_there(each: LogRange, end: int) -> None:
 
 def shares(waiting: Mapping[str, int], count_max: int) -> dict[str, int]:
     """Divide ``count_max`` among those who wait: equal parts; the rest of a smaller need goes to the others."""
-    taken: dict[str, int] = {}
+    granted: dict[str, int] = {}
     rest = count_max
     by_need = sorted(waiting.items(), key=lambda item: (item[1], item[0]))
     for index, (name, count) in enumerate(by_need):
-        taken[name] = min(count, -(-rest // (len(by_need) - index)))
-        rest -= taken[name]
-    return taken
+        granted[name] = min(count, -(-rest // (len(by_need) - index)))
+        rest -= granted[name]
+    return granted

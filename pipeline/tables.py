@@ -37,8 +37,8 @@ from immortal.pipeline.decode import (
     decode_messages,
     decode_names,
     decode_trailers,
-    kept,
-    of_usual,
+    select_rows,
+    usual_rows,
     verify_checks,
 )
 from immortal.pipeline.reading import LogRange
@@ -216,7 +216,7 @@ class TableReader:
         decode_names(values, headers, trailers.batches)
         number, names = decode_names(values, headers, marks)
         number = number.to_numpy()[headers.usual[marks.record]]
-        marks = of_usual(marks, headers.usual)
+        marks = usual_rows(marks, headers.usual)
         columns = self._constants(len(marks.record), instance=self.instance)
         columns |= {
             "sequence_id": lambda: pa.array(values.sequence_ids[marks.record]),
@@ -233,7 +233,7 @@ class TableReader:
         messages = decode_messages(values, headers, batches)
         if self.calls is not None:
             are_calls = messages.rpc_kind == RpcKind.CALL
-            messages = kept(messages, are_calls & np.isin(messages.method_id, self.calls.method_ids))
+            messages = select_rows(messages, are_calls & np.isin(messages.method_id, self.calls.method_ids))
         record = messages.record
         columns = self._constants(len(record), instance=self.instance, ok=True, reason=None)
         columns |= {

@@ -101,20 +101,20 @@ def _merged(fields: Sequence[pa.Field]) -> dict[str, pa.DataType]:
     return types
 
 
-def fitter(own: pa.DataType, wide: pa.DataType) -> Fit:
-    """Return a converter of plain values of the type ``own`` to what Arrow takes for ``wide``.
+def fitter(narrow: pa.DataType, wide: pa.DataType) -> Fit:
+    """Return a converter of plain values of the type ``narrow`` to what Arrow takes for ``wide``.
 
     It raises what Arrow raises.
     """
-    fit = _fitter(own, wide)
+    fit = _fitter(narrow, wide)
     return lambda value: None if value is None else fit(value)
 
 
-def _fitter(own: pa.DataType, wide: pa.DataType) -> Fit:
+def _fitter(narrow: pa.DataType, wide: pa.DataType) -> Fit:
     if wide == JSON:
         return lambda value: msgspec.json.encode(value).decode()
     if pa.types.is_struct(wide):
-        fits = {field.name: fitter(field.type, wide.field(field.name).type) for field in own}
+        fits = {field.name: fitter(field.type, wide.field(field.name).type) for field in narrow}
 
         def struct(value: Any) -> dict[str, Any]:
             named = value if isinstance(value, dict) else dict(zip(fits, value, strict=False))
@@ -122,10 +122,10 @@ def _fitter(own: pa.DataType, wide: pa.DataType) -> Fit:
 
         return struct
     if pa.types.is_list(wide):
-        item = fitter(own.value_type, wide.value_type)
+        item = fitter(narrow.value_type, wide.value_type)
         return lambda value: list(map(item, value))
     if pa.types.is_map(wide):
-        key, item = fitter(own.key_type, wide.key_type), fitter(own.item_type, wide.item_type)
+        key, item = fitter(narrow.key_type, wide.key_type), fitter(narrow.item_type, wide.item_type)
         return lambda value: [(key(one), item(other)) for one, other in value.items()]
     if pa.types.is_string(wide):
         return lambda value: value if isinstance(value, str) else msgspec.json.encode(value).decode().strip('"')
@@ -162,7 +162,7 @@ class CallReader:
         self._versions = [
             (
                 version,
-                [(name, columns[name][0], fitter(own, columns[name][1])) for name, own in version.types.items()],
+                [(name, columns[name][0], fitter(narrow, columns[name][1])) for name, narrow in version.types.items()],
             )
             for version in versions
         ]

@@ -138,10 +138,10 @@ def _index(registry: Registry, name: str) -> AbstractContextManager[ExecutionInd
 def execution_row(one: Execution) -> tuple[str, ...]:
     """Return the cells of an execution's row: ID, state, call, caller, began, took, labels."""
     caller, began = format_caller({"caller": one.caller}), f"{time_text(one.began_ns)[:19]}Z"
-    return one.id, one.state, one.call, caller, began, took(one), described_labels(one.labels) or "-"
+    return one.id, one.state, one.call, caller, began, duration_of(one), described_labels(one.labels) or "-"
 
 
-def took(one: Execution) -> str:
+def duration_of(one: Execution) -> str:
     return "-" if one.ended_ns is None else f"{(one.ended_ns - one.began_ns) / 1e9:.3f} s"
 
 
@@ -150,7 +150,7 @@ def execution_lines(name: str, view: Values) -> Iterator[str]:
     one: Execution = view["execution"]
     yield f"execution {one.id}: {one.call}"
     result = "" if one.result is None else f": {one.result}"
-    yield f"  state      {one.state}{f', after {took(one)}' if one.ended_ns is not None else ''}{result}"
+    yield f"  state      {one.state}{f', after {duration_of(one)}' if one.ended_ns is not None else ''}{result}"
     if one.labels:
         yield f"  labels     {described_labels(one.labels)}"
     yield f"  began      {time_text(one.began_ns)}"

@@ -195,7 +195,7 @@ def grouped_lines(described: Iterable[dict[str, Any]], index: ExecutionIndex) ->
         if "problem" in record:
             groups.setdefault(None, []).append(f"record {record['sequence_id']}  DAMAGED: {record['problem']}")
             continue
-        begun = index.begun_by(record["sequence_id"], record["time_ns"] or 0)
+        begun = index.started_by(record["sequence_id"], record["time_ns"] or 0)
         messages = [one for one in record["messages"] if one["type"] not in ("RECORD_TIME", "INSTANCE_NAME")]
         for number, message in enumerate(messages):
             key = begun.get(number) or _execution_of(message, index)

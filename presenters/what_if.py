@@ -372,7 +372,7 @@ class Report:
             return
         for side in Side:
             if side in ends:
-                yield f"{ends[side]}"
+                yield from f"{ends[side]}".split("\n")
             else:
                 yield f"{self._apps[side].name} continues there"
         yield "only what comes before is compared"

@@ -212,7 +212,7 @@ class ExecutionIndex:
         """Return the key of the execution that made the call ``number``."""
         return self._value("select key from parts where number = ?", number)  # type: ignore[no-any-return]
 
-    def begun_by(self, record: int, time_ns: int) -> dict[int, int]:
+    def started_by(self, record: int, time_ns: int) -> dict[int, int]:
         """Return the keys of the executions that the record with this time began, by message index."""
         sql = "select message, key from executions where began_ns = ? and record = ?"
         return {int(message): int(key) for message, key in self._run(sql, [time_ns, record])}

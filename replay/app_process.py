@@ -166,6 +166,7 @@ class AppCommand(Struct, frozen=True):
     settings: InstanceSettings | None = None  # an app started by hand connects and authenticates as these say
     code: Path | None = None  # a folder or a wheel whose modules come before those of the current folder
     ports: tuple[int, int | None] | None = None  # where an app started by hand connects; None: at free ones
+    handler_limit_s: float = 0.0  # for a message, after which the app ends; 0: no limit
 
     @classmethod
     def of(
@@ -180,6 +181,7 @@ class AppCommand(Struct, frozen=True):
         settings: InstanceSettings | None = None,
         code: Path | None = None,
         ports: tuple[int, int | None] | None = None,
+        handler_limit_s: float = 0.0,
     ) -> AppCommand:
         """Return the command of an SDK app, "module:Class", in trace mode; for BY_HAND a command that starts nothing.
 
@@ -212,8 +214,18 @@ class AppCommand(Struct, frozen=True):
             environment["PYTHONBREAKPOINT"] = "0"
         environment["IMMORTAL_CHECK_QUERIES"] = "1" if checks_queries else ""
         environment["IMMORTAL_LOG_REPLAYED"] = "1" if lines else ""
+        environment["IMMORTAL_HANDLER_LIMIT"] = f"{handler_limit_s:g}"
         environment |= code_environment(code)
-        return cls(app, argv, environment, foreground=break_at is not None, shows_output=lines, code=code)
+        foreground = break_at is not None
+        return cls(
+            app,
+            argv,
+            environment,
+            foreground=foreground,
+            shows_output=lines,
+            code=code,
+            handler_limit_s=handler_limit_s,
+        )
 
     @property
     def by_hand(self) -> bool:

@@ -79,7 +79,7 @@ class Guard:
 
         visitor = scope[VISITOR] = self._visitor(Headers(scope=scope))
         if visitor is not None and PLACE in scope.get("state", ()):
-            scope["state"][PLACE].know()
+            scope["state"][PLACE].mark_known()
         refusal = self._refusal(scope)
         await (refusal or self._app)(scope, receive, send_guarded)
 
@@ -115,7 +115,7 @@ class Guard:
 
     def _visitor(self, headers: Headers) -> Visitor | None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._token.lets_look(given.strip()):
+        if scheme.lower() == "bearer" and self._token.may_read(given.strip()):
             return Visitor(has_token=self._token.is_right(given.strip()))
         host, now_s = headers.get("host", ""), time.time()
         wanted = cookie_name(self._scheme, host)
@@ -207,7 +207,7 @@ class Token:
     def is_right(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
 
-    def lets_look(self, given: str) -> bool:
+    def may_read(self, given: str) -> bool:
         reader = self._reader or self._token
         return self.is_right(given) or hmac.compare_digest(given.encode(errors="replace"), reader.encode())
 

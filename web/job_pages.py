@@ -169,10 +169,10 @@ async def ask(request: Request) -> Response:
     site, form = site_of(request), await form_of(request)
     names = tuple(dict.fromkeys(form.get("names", "").replace(",", " ").split()))
     order = SqlOrder(str(site.registry.home), form.get("query", "").strip(), form.get("at", "").strip(), names)
-    return await to_thread.run_sync(lambda: _asked(site, order))
+    return await to_thread.run_sync(lambda: _sql_response(site, order))
 
 
-def _asked(site: Site, order: SqlOrder) -> Response:
+def _sql_response(site: Site, order: SqlOrder) -> Response:
     try:
         if not order.query:
             raise WebError("a query was expected, such as select * from instances")

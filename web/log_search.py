@@ -86,7 +86,7 @@ class Lane:
         found = []
         for logged in self._reader.records(self._first, self._end - 1) if self.records else ():
             for message in messages_of(describe_record(logged, self._reader.identity.committer_id, methods)):
-                if wanted.takes(message) and not message.problem:
+                if wanted.matches(message) and not message.problem:
                     found.append(message)
                     if len(found) > limit:
                         return None

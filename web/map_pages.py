@@ -34,13 +34,13 @@ def show(request: Request) -> Response:
 
 
 def live(request: Request) -> EventSourceResponse:
-    def look() -> Iterator[tuple[str, str]]:
-        site_of(request).fleet.look(LOOK_S)
+    def render_pieces() -> Iterator[tuple[str, str]]:
+        site_of(request).fleet.refresh(LOOK_S)
         view = _view(request)
         yield "map", render("_map.html", **view)
         yield "streams", render("_streams.html", **view)
 
-    return stream(request, look)
+    return stream(request, render_pieces)
 
 
 def _view(request: Request) -> dict[str, Any]:

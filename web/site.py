@@ -209,15 +209,15 @@ Pieces = Iterable[tuple[str, str]]
 """Pieces of a page, each as (event, HTML)."""
 
 
-def stream(request: Request, look: Callable[[], Pieces]) -> EventSourceResponse:
-    """Stream a page: call ``look`` in a thread each second and send the changed pieces, up to the cookie's end."""
+def stream(request: Request, render_pieces: Callable[[], Pieces]) -> EventSourceResponse:
+    """Stream a page: call ``render_pieces`` in a thread each second, and send changed pieces up to the cookie's end."""
     visitor = request.scope.get(VISITOR)
     until_s = math.inf if visitor is None else visitor.until_s
 
     async def events() -> AsyncIterator[ServerSentEvent]:
         sent: dict[str, bytes] = {}
         while time.time() < until_s and not await request.is_disconnected():
-            for event, html in await to_thread.run_sync(lambda: list(look())):
+            for event, html in await to_thread.run_sync(lambda: list(render_pieces())):
                 mark = hashlib.blake2b(html.encode("utf-8", "replace"), digest_size=16).digest()
                 if sent.get(event) != mark:
                     sent[event] = mark

@@ -95,11 +95,12 @@ class Proxy:
         _, definition, whose, *_ = self._immortal_parts
         if len(self._immortal_shards) > 1 and not self._immortal_front:
             raise UsageError(f"{whose!r} is keyed, so a call must name the key: {whose}[key].{name}(...)")
-        method = self._immortal_methods.get(name)
-        if method is None:
-            method = NamedMethod(name) if definition is None else typed_method(definition, name)
-            self._immortal_methods[name] = method
-
+        if definition is None:
+            method: Method = NamedMethod(name, is_of_key=bool(self._immortal_front))
+        elif name in self._immortal_methods:
+            method = self._immortal_methods[name]
+        else:
+            method = self._immortal_methods[name] = typed_method(definition, name)
         made = self._immortal_method(method)
         setattr(self, name, made)
         return made
@@ -172,9 +173,11 @@ class Queries:
     def __getattr__(self, name: str) -> ProxyMethod:
         if name.startswith("_"):
             raise AttributeError(name)
-        _, definition, *_ = self._immortal_proxy._immortal_parts
-        method = NamedQuery(name) if definition is None else typed_query(definition, name)
-        made = self._immortal_proxy._immortal_query(method)
+        proxy = self._immortal_proxy
+        _, definition, *_ = proxy._immortal_parts
+        of_key = bool(proxy._immortal_front)
+        method = NamedQuery(name, is_of_key=of_key) if definition is None else typed_query(definition, name)
+        made = proxy._immortal_query(method)
         setattr(self, name, made)
         return made
 
@@ -184,7 +187,7 @@ class NamedQueries(Queries, ProxyMethod):
 
     def __init__(self, proxy: Proxy) -> None:
         Queries.__init__(self, proxy)
-        ProxyMethod.__init__(self, proxy, NamedMethod(QUERY))
+        ProxyMethod.__init__(self, proxy, NamedMethod(QUERY, is_of_key=bool(proxy._immortal_front)))
 
 
 class Handle(Generic[R]):

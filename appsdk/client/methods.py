@@ -21,7 +21,7 @@ from immortal.appsdk.client.errors import (
 )
 from immortal.appsdk.client.session import REQUEST_ACCEPTED, REQUEST_UNKNOWN
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.definition import KEY_MARK, Definition
 from immortal.appsdk.handlers.proxy import find_handler
 from immortal.appsdk.state.journal import decode_raised
 from immortal.protocol import decoding
@@ -51,10 +51,10 @@ class Method(Protocol):
 
 
 class NamedMethod:
-    """Method of an instance whose class is not known here."""
+    """Method of an instance whose class is not known here. ``is_of_key``: it is called for a key of a keyed class."""
 
-    def __init__(self, name: str) -> None:
-        self.method: int | str = name
+    def __init__(self, name: str, *, is_of_key: bool = False) -> None:
+        self.method: int | str = name + KEY_MARK * is_of_key
         self.name = name
 
     def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
@@ -77,9 +77,9 @@ class NamedMethod:
 class NamedQuery(NamedMethod):
     """Method that is called only if the instance has it as a query."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.method = query_name(name)
+    def __init__(self, name: str, *, is_of_key: bool = False) -> None:
+        super().__init__(name, is_of_key=is_of_key)
+        self.method = query_name(str(self.method))
 
 
 def query_name(name: str) -> str:

@@ -88,6 +88,7 @@ class Peer(property):
 
 
 KEY = "key"  # name of the first argument of each call of a keyed class
+KEY_MARK = "[key]"  # in the names of methods that an app tells: "Cart[key].add"
 KEY_SIZE_BYTES_MAX = 400
 RANGES = 4096
 """Number of ranges of keys, which the shards of a keyed class share."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.user_code import running, user_traceback
-from immortal.protocol.safe_output import RateLimit, one_word, printable, printable_json, printable_lines
+from immortal.protocol.safe_output import RateLimit, logfmt_value, printable, printable_json, printable_lines
 from immortal.protocol.verdicts import Verdict, VerdictKind
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _line(level: str, instance: str, text: str, fields: Mapping[str, Any]) -> st
     clock = f"{time.strftime('%H:%M:%S', time.localtime(now_s))}.{int(now_s % 1 * 1000):03d}"
     line = printable(f"{clock} {level:<7} {instance}> {text}")
     shown = " ".join(
-        f"{printable(name)}={one_word(value if isinstance(value, float) else _text(value))}"
+        f"{printable(name)}={logfmt_value(value if isinstance(value, float) else _text(value))}"
         for name, value in fields.items()
     )
     return f"{line}  {shown}" if shown else line

@@ -28,7 +28,7 @@ from immortal.appsdk.handlers.decorators import (
     BoundHandler,
     Handler,
 )
-from immortal.appsdk.handlers.definition import Definition, Peer, Peers, own_definition_of
+from immortal.appsdk.handlers.definition import KEY_MARK, Definition, Peer, Peers, own_definition_of
 from immortal.protocol.extensions import QUERIES
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.messages import RpcType
@@ -48,7 +48,8 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
     found = [("", INITIAL_METHOD_ID, initial)]
     for handler in definition.handlers.values():
         groups = ("", QUERIES) if handler.is_query else ("",)
-        found += [(group, handler.method_id, handler.function.__qualname__) for group in groups]
+        owner, dot, own = handler.function.__qualname__.rpartition(".")
+        found += [(group, handler.method_id, f"{owner}{KEY_MARK * handler.is_keyed}{dot}{own}") for group in groups]
     if definition.has_tasks or any(handler.schedule for handler in definition.handlers.values()):
         found.append(("", CLOCK_METHOD_ID, "the clock"))
     if definition.has_tasks:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,12 +90,14 @@ class AppLife:
             self._executions = ExecutionWriter(*options.executions, partial(print_message, definition.name))
             self.dispatcher.tasks.executions = self._executions
         self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, self._journal_grew)
-        limit = QueryLimit()
+        limit, handler_limit = QueryLimit(), definition.handler_time_limit
+        if options.handler_limit_s is not None:
+            handler_limit = timedelta(seconds=options.handler_limit_s)
         self.dispatcher.tasks.queries.bound = limit.run
         self._watchdog = Watchdog(
             lambda: self.dispatcher.records.current_handling,
             send_from_other_thread,
-            None if stop is not None else definition.handler_time_limit,
+            None if stop is not None else handler_limit,
             partial(print_message, definition.name),
             is_disconnected if stop is None else lambda: False,
             query_limit=limit,

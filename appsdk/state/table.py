@@ -12,11 +12,10 @@ from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Mu
 from itertools import chain
 from operator import add, attrgetter, lt
 from threading import get_ident
-from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
 
 import lmdb
 import msgspec
-from msgspec import inspect as shapes
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value, resolve_hints
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
@@ -26,7 +25,7 @@ from immortal.appsdk.state.table_rows import KEY_SIZE_BYTES_MAX, KeyForm, Span, 
 from immortal.appsdk.types import registry
 from immortal.appsdk.types.encoding import allow_integers
 from immortal.appsdk.types.handles import MARK
-from immortal.appsdk.types.registry import may_hold_handles, types_of
+from immortal.appsdk.types.registry import may_change, may_hold_handles
 from immortal.protocol import decoding
 
 K = TypeVar("K")
@@ -36,18 +35,6 @@ PIECE_SIZE_BYTES = 256 << 10
 WATCHED_MAX = 1000  # values that were read, before those are forgotten that nobody holds any more
 _NOBODY_HOLDS = 2  # references: that of the list, and that of the count itself
 _REQUIRED: Any = object()
-_MUTABLE = (
-    shapes.AnyType
-    | shapes.CustomType
-    | shapes.ListType
-    | shapes.SetType
-    | shapes.DictType
-    | shapes.TypedDictType
-    | shapes.ByteArrayType
-    | shapes.MemoryViewType
-    | shapes.RawType
-    | shapes.ExtType
-)
 
 
 class RowCodec(Protocol):
@@ -85,7 +72,7 @@ class TableKind:
         self.decode = ValueDecoder(exact_value).plainly
         self.decode_rows = ValueDecoder(dict[exact_key, exact_value]).plainly
         self.decode_raws = ValueDecoder(dict[exact_key, msgspec.Raw]).plainly
-        self.is_mutable = any(map(_is_mutable, types_of(self.value_type)))
+        self.is_mutable = may_change(self.value_type)
         self.may_hold_handles = may_hold_handles(self.value_type)
 
     def _index(self, attribute: str) -> Index:
@@ -97,15 +84,6 @@ class TableKind:
             known = ", ".join(hints) or "none"
             raise TypeError(f"index={attribute!r}: its values have no such attribute (they have: {known})")
         return Index(attrgetter(attribute), key_form(hints[attribute]))
-
-
-def _is_mutable(info: shapes.Type) -> bool:
-    if isinstance(info, shapes.StructType):
-        return not info.cls.__struct_config__.frozen
-    if isinstance(info, shapes.DataclassType):
-        parameters = getattr(info.cls, "__dataclass_params__", None)  # None: a class of attrs
-        return parameters is None or not parameters.frozen
-    return isinstance(info, _MUTABLE)
 
 
 class TableField:
@@ -219,6 +197,16 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         if self._rows.get(packed) is None:
             raise KeyError(key)
         self._delete(packed)
+
+    def __or__(self, rows: Mapping[K, V]) -> dict[K, V]:
+        return {**self, **rows}
+
+    def __ror__(self, rows: Mapping[K, V]) -> dict[K, V]:
+        return {**rows, **self}
+
+    def __ior__(self, rows: Mapping[K, V] | Iterable[tuple[K, V]]) -> Self:
+        self.update(rows)
+        return self
 
     def clear(self) -> None:
         """Remove all rows."""

@@ -39,7 +39,7 @@ from immortal.coordinator.log.open import place_of
 from immortal.protocol import decoding, kept_code
 from immortal.protocol.client_frames import CLIENTS, ClientCode, ClientFrame, ClientFrameType, encode_request
 from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType, encode_incoming_rpc
-from immortal.protocol.personal_keys import none_made
+from immortal.protocol.personal_keys import without_new_keys
 from immortal.replay.fleet.opening import load_definition, opened_fleet, what_if
 from immortal.replay.fleet.player import LoggedRecord, first_checkpoint, logged, sealed
 from immortal.replay.fleet.recorded import Recorded
@@ -72,7 +72,7 @@ class Sample(Struct):
     left: list[str]
 
 
-@none_made()
+@without_new_keys()
 def sample_fleet(
     home: Path | str,
     folder: Path | str,

@@ -278,7 +278,7 @@ class AnnotatedForm(Form):
         if cls in (datetime, time):
             return _MOMENTS
         if (kind := kind_of(cls)) is not None:
-            if not kind.holds:
+            if not kind.is_container:
                 return _EXTENSIONS
             return Mappings(self, self, is_odd=True) if issubclass(cls, dict) else Items(self, is_odd=True)
         return Unfit(

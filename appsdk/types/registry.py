@@ -276,6 +276,34 @@ def may_hold_ordered(annotation: Any) -> bool:
     return any((typing.get_origin(cls) or cls) is OrderedDict for cls in customs)
 
 
+_MUTABLE = (
+    msgspec.inspect.AnyType
+    | msgspec.inspect.CustomType
+    | msgspec.inspect.ListType
+    | msgspec.inspect.SetType
+    | msgspec.inspect.DictType
+    | msgspec.inspect.TypedDictType
+    | msgspec.inspect.ByteArrayType
+    | msgspec.inspect.MemoryViewType
+    | msgspec.inspect.RawType
+    | msgspec.inspect.ExtType
+)
+
+
+def may_change(annotation: Any) -> bool:
+    """Return True if a value of the annotation can contain one that code can change, such as a list."""
+    return any(map(_is_mutable, types_of(annotation)))
+
+
+def _is_mutable(info: msgspec.inspect.Type) -> bool:
+    if isinstance(info, msgspec.inspect.StructType):
+        return not info.cls.__struct_config__.frozen
+    if isinstance(info, msgspec.inspect.DataclassType):
+        parameters = getattr(info.cls, "__dataclass_params__", None)  # None: a class of attrs
+        return parameters is None or not parameters.frozen
+    return isinstance(info, _MUTABLE)
+
+
 @functools.cache
 def _handle_codec() -> Codec:
     handles = importlib.import_module(_LIBRARIES["immortal"])

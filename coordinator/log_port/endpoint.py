@@ -46,7 +46,7 @@ class LogEndpoint:
     """Log port of one instance, which writes its log or follows it.
 
     ``store`` is open for writing; None: ``follower`` follows a log that another process writes. ``make_writer``:
-    creates the writer of a store. ``was_granted``: called with a store that the follower has opened, before the core
+    creates the writer of a store. ``on_granted``: called with a store that the follower has opened, before the core
     learns of it. ``keep_ns``: how long history is kept, in running time of the instance; None: without a limit.
     """
 
@@ -59,12 +59,12 @@ class LogEndpoint:
         keep_ns: int | None,
         inbox: list[ev.Event],
         follower: LogFollower | None = None,
-        was_granted: Callable[[RowLogStore], None] = lambda store: None,
+        on_granted: Callable[[RowLogStore], None] = lambda store: None,
     ) -> None:
         self.store = store  # None while another process writes the log
         self._make_writer, self._clock, self._log, self._inbox = make_writer, clock, log, inbox
         self._keep_ns = keep_ns
-        self._follower, self._was_granted = follower, was_granted
+        self._follower, self._was_granted = follower, on_granted
         self._writer: LogWriter | None = None
         self._reads = ReadThread()
         self._ready = select.epoll()
@@ -140,7 +140,7 @@ class LogEndpoint:
         elif store.backend.is_remote or (
             isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large
         ):
-            self._reads.submit(lambda: _answered(store, request))
+            self._reads.submit(lambda: _answer_read(store, request))
         else:
             self._append_event(answer(store, request))
 
@@ -319,17 +319,17 @@ class LogEndpoint:
         store = self.store
         if store is not None and not self._measuring:
             self._measuring = True
-            self._reads.submit(lambda: _measured(store))
+            self._reads.submit(lambda: _measure_space(store))
 
 
-def _answered(store: RowLogStore, request: StoreRead) -> ev.Event:
+def _answer_read(store: RowLogStore, request: StoreRead) -> ev.Event:
     try:
         return answer(store, request)
     except Exception as error:  # as in _check
         return failed(LogError(f"the log could not be read: {error!r}"), request)
 
 
-def _measured(store: RowLogStore) -> ev.Event:
+def _measure_space(store: RowLogStore) -> ev.Event:
     try:
         return ev.LogMeasured(store.space())
     except LogError as error:

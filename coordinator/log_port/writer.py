@@ -138,7 +138,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
     """Writer through ``store``. Events of finished jobs arrive in :meth:`pop_finished`.
 
     ``fileno()`` is readable if something is finished. ``keep_checkpoints``, ``keep_bytes``: see
-    :meth:`LogStore.trim`. ``times``: gets the duration of each commit, ``was_committed`` its ticket, on either thread.
+    :meth:`LogStore.trim`. ``times``: gets the duration of each commit, ``on_committed`` its ticket, on either thread.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         keep_bytes: int | None = None,
         inline_size_bytes_max: int,
         times: Sink | None = None,
-        was_committed: Callable[[int], None] | None = None,
+        on_committed: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
         self._store = store
         self._times = times
-        self._was_committed = was_committed
+        self._was_committed = on_committed
         self._keep_checkpoints, self._keep_bytes = keep_checkpoints, keep_bytes
         self._keep_since_ns: int | None = None
         self._pipelines = store.appends_max > 1 and not armed  # fault points need one commit at a time

@@ -54,18 +54,18 @@ class StatusMetric(Struct, frozen=True):
         """Yield the metric's values in a status, each as (labels after the instance's, value)."""
         front, star, back = self.path.partition("*")
         if not star:
-            value = _at(status, front)
+            value = _value_at(status, front)
             value = self.absent if value is None else value * self.unit
             if value is not None:
                 yield [], float(value)
             return
-        for key, one in (_at(status, front) or {}).items():
-            value = _at(one, back)
+        for key, one in (_value_at(status, front) or {}).items():
+            value = _value_at(one, back)
             if value is not None:
                 yield [key], float(value)
 
 
-def _at(status: Any, path: str) -> Any:
+def _value_at(status: Any, path: str) -> Any:
     for name in filter(None, path.split(".")):
         status = (status or {}).get(name)
     return status

@@ -96,13 +96,13 @@ def with_size(data: bytes) -> bytes:
 
 def announce(folder: Path, control: Path) -> None:
     """Announce this process as the coordinator that answers at ``control``. Raises ControlError."""
-    _write(path(folder), msgspec.json.encode(ControlFile(control=str(control), **files.own_fields())))
+    _write(path(folder), msgspec.json.encode(ControlFile(control=str(control), **files.current_process_fields())))
 
 
 @contextlib.contextmanager
 def supervised(folder: Path) -> Iterator[None]:
     """Announce this process as the supervisor of the instance of ``folder`` during the block. Raises ControlError."""
-    _write(supervisor_path(folder), msgspec.json.encode(files.ProcessFile(**files.own_fields())))
+    _write(supervisor_path(folder), msgspec.json.encode(files.ProcessFile(**files.current_process_fields())))
     try:
         yield
     finally:

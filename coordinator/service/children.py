@@ -49,7 +49,7 @@ class Command(Struct, frozen=True):
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def supervised(settings: InstanceSettings) -> InstanceSettings:
+def supervised_settings(settings: InstanceSettings) -> InstanceSettings:
     """Return ``settings`` for `immortal run`, under which the app knows the secret. Raises ConfigError."""
     return override(settings, app_auth=AppAuth.CHALLENGE)
 

@@ -275,7 +275,7 @@ class Coordinator:
             keep_bytes=None if self._settings.log_mib is None else self._settings.log_mib * MIB,
             inline_size_bytes_max=self._settings.tuning.commit_inline_kib_max << 10,
             times=times,
-            was_committed=None if self._timings is None else self._timings.on_durable,
+            on_committed=None if self._timings is None else self._timings.on_durable,
         )
 
     def _log_granted(self, store: RowLogStore) -> None:
@@ -452,7 +452,7 @@ def complete_upgrade(settings: InstanceSettings, registry: Registry, version: in
     upgrade_mark.clear(settings.folder)
 
 
-def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: RowLogStore) -> int | None:
+def requested_upgrade(settings: InstanceSettings, registry: Registry, store: RowLogStore) -> int | None:
     """Return the version to which the next recovery must upgrade; None for none. Raises UpgradeMarkError."""
     versions = store.summary().versions
     if versions:
@@ -554,7 +554,7 @@ def run_coordinator(
                 ).run()
             store = instance_log.open_store()
             try:
-                upgrade_to = upgrade_asked_for(settings, registry, store)
+                upgrade_to = requested_upgrade(settings, registry, store)
                 return Coordinator(settings, registry, store, log, upgrade_to, promote=promote, make_app=make_app).run()
             finally:
                 store.close()

@@ -22,7 +22,7 @@ from immortal.protocol.timings import (
     HEADER_SIZE_BYTES,
     ROW_SIZE_BYTES,
     SEGMENTS_MAX,
-    Noting,
+    BackgroundWriter,
     SegmentWriter,
     TimingKind,
     TimingRow,
@@ -202,7 +202,7 @@ def test_what_was_put_is_handled_by_the_end() -> None:
         taken.extend(some)
         threads.add(threading.get_ident())
 
-    noting: Noting[int] = Noting(take)
+    noting: BackgroundWriter[int] = BackgroundWriter(take)
     for number in range(10_000):
         noting.put(number)
     noting.close()

@@ -54,7 +54,7 @@ def at(message: pages.Message) -> At:
     "wanted", [Wanted(), Wanted(method="method 2"), Wanted(size_min_bytes=40), Wanted(pattern="x")]
 )
 def test_pages_have_each_message_once(reader: LogReader, limit: int, wanted: Wanted) -> None:
-    expected = [at(one) for one in all_of(reader) if Filter(wanted).takes(one)]
+    expected = [at(one) for one in all_of(reader) if Filter(wanted).matches(one)]
     on: list[At] = []
     place: At | None = (0, 0)
     while place is not None:

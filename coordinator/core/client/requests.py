@@ -173,7 +173,7 @@ class Clients:
         """Refuse a PING about a number that is known for another method. Its reason names the method, if any."""
         if not frame.reason.isdecimal() or frame.count != 1:
             return False
-        (number,) = frame.asked_numbers()
+        (number,) = frame.requested_numbers()
         known = client.identity(number)
         method_id = int(frame.reason)
         if not known or method_of_identity(known) == method_id:
@@ -384,7 +384,7 @@ class ClientAnswers:
             lookup_bytes = len(frame.payload) * LOOKUP_BYTES
             resend_bucket.tokens -= lookup_bytes
             self._resend_bucket.tokens -= lookup_bytes
-            numbers = (asked for asked in frame.asked_numbers() if asked <= client.number)
+            numbers = (asked for asked in frame.requested_numbers() if asked <= client.number)
             self.resend_reply(frame.client_id, client, numbers)
 
     def resend_reply(self, client_id: str, client: Client, numbers: Iterable[int]) -> None:

@@ -228,7 +228,7 @@ def _ask(calls: int, home: Path, outstanding: int, *, is_query: bool) -> Measure
         async with connect(NAME, home=home) as client:
             call = client.query.same if is_query else client.echo
             await call(bytes(SIZE_BYTES))
-            return await measure_in_tasks(Run.of(calls, outstanding, SIZE_BYTES), [call] * outstanding)
+            return await measure_in_tasks(Run.about(calls, outstanding, SIZE_BYTES), [call] * outstanding)
 
     return asyncio.run(ask())
 

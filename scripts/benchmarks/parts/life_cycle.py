@@ -31,12 +31,12 @@ from immortal.bench.one_way import (
 from immortal.bench.processes import (
     BenchError,
     Service,
-    hear,
     memory_of,
     processes_of,
+    read_line,
     register,
     running,
-    tell,
+    write_line,
 )
 from immortal.bench.workload import Measured
 from immortal.coordinator.operator import control
@@ -144,7 +144,7 @@ def _start(home: Path, memory: dict[str, list[float]], *, again: bool) -> float:
     try:
         took_ms = _restart_ms(service)
         if again:
-            service.ask_to_stop()
+            service.request_stop()
             service.wait_until_stopped(30.0)
             took_ms = _restart_ms(service)
         for name, process in zip(memory, service.processes(), strict=True):
@@ -220,7 +220,7 @@ def _checkpoint(context: Context, app: str, size_mib: int) -> Pause:
         _ask(process, "pauses")
         time.sleep(STEADY_S)
         steady = _ask(process, "pauses")
-        seconds = _timed_ms(lambda: _take_checkpoint(holder)) / 1e3
+        seconds = _timed_ms(lambda: _request_checkpoint(holder)) / 1e3
         during = _ask(process, "pauses")
     percent = 100 * (during["calls"] / during["seconds"]) / (steady["calls"] / steady["seconds"])
     return Pause(1e3 * during["longest_s"], 1e3 * steady["longest_s"], seconds, percent)
@@ -238,11 +238,11 @@ def _holding(home: Path, app: str, size_mib: int) -> Iterator[Service]:
 
 
 def _ask(app: Popen[str], line: str) -> dict[str, Any]:
-    tell(app, line)
-    return dict(json.loads(hear(app, "the app")))
+    write_line(app, line)
+    return dict(json.loads(read_line(app, "the app")))
 
 
-def _take_checkpoint(service: Service) -> None:
+def _request_checkpoint(service: Service) -> None:
     status = service.status()
     before = 0 if status is None else _id(status)
     control.query(service.settings.folder, "checkpoint")
@@ -310,7 +310,7 @@ class _Growing:
 
     def recovery(self, context: Context, service: Service, what: str, x: float) -> Figure:
         def turn() -> float:
-            _take_checkpoint(service)
+            _request_checkpoint(service)
             return _restart_ms(service)
 
         starts = context.interleave({IMMORTAL: turn}, f"{what}: recovery")

@@ -15,7 +15,7 @@ import zmq
 
 from immortal.bench.apps import Callee
 from immortal.bench.harness import IMMORTAL, Context, Figure, rate, values
-from immortal.bench.processes import BenchError, cpu_s, hear, register, running, start_module
+from immortal.bench.processes import BenchError, cpu_s, read_line, register, running, start_module
 from immortal.bench.workload import Measured
 from immortal.patterns.pirate import Request, Server, connect_instances
 from immortal.patterns.pirate import connect as connect_pirate
@@ -83,7 +83,7 @@ def _servers(stack: ExitStack, kind: str, home: Path, count: int) -> tuple[list[
     """Start servers; return their endpoints and process IDs."""
     store = [str(home / f"{kind}-{count}")] if kind == "stored" else []
     processes = [stack.enter_context(start_module(__name__, "server", kind, *store)) for _ in range(count)]
-    return [hear(one, f"a server of kind {kind!r}") for one in processes], [one.pid for one in processes]
+    return [read_line(one, f"a server of kind {kind!r}") for one in processes], [one.pid for one in processes]
 
 
 def _bare_request(stack: ExitStack, endpoint: str) -> Callable[[bytes], bytes]:

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from immortal.bench.workload import measure_in_tasks, measure_in_threads, read_runs, say
+from immortal.bench.workload import measure_in_tasks, measure_in_threads, print_result, read_runs
 
 SERVICE, ECHO, TAKE = "Callee", "Echo", "Take"
 ECHO_PATH, TAKE_PATH = f"/{SERVICE}/{ECHO}", f"/{SERVICE}/{TAKE}"
@@ -79,14 +79,14 @@ def call_threads(address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(ECHO_PATH)
         for run in read_runs(sys.stdin):
-            say(measure_in_threads(run, call))
+            print_result(measure_in_threads(run, call))
 
 
 async def call_asyncio(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.unary_unary(ECHO_PATH)
         for run in read_runs(sys.stdin):
-            say(await measure_in_tasks(run, [call] * run.outstanding))
+            print_result(await measure_in_tasks(run, [call] * run.outstanding))
 
 
 def call_streams(*addresses: str) -> None:

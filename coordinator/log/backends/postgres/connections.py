@@ -26,8 +26,8 @@ from psycopg import conninfo, errors, pq
 from immortal.coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
 from immortal.coordinator.core.interfaces import Standby
 from immortal.protocol import decoding
-from immortal.protocol.files import ProcessFile, is_living, own_fields
-from immortal.protocol.shared_registry import error_line, for_writing
+from immortal.protocol.files import ProcessFile, current_process_fields, is_living
+from immortal.protocol.shared_registry import error_line, writer_parameters
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -79,7 +79,7 @@ def connect(address: Address) -> Connection:
 
     Raises LogUnavailableError, LogError.
     """
-    given = for_writing(conninfo.conninfo_to_dict(address.database), f"immortal {address.instance or ''}".strip())
+    given = writer_parameters(conninfo.conninfo_to_dict(address.database), f"immortal {address.instance or ''}".strip())
     with reaching(address):
         connection: Connection = psycopg.connect(**given)
         try:
@@ -176,7 +176,7 @@ class Process(ProcessFile, frozen=True, kw_only=True):
 
 
 def current_process() -> Process:
-    return Process(space=_space(), nonce=secrets.token_hex(8), **own_fields())
+    return Process(space=_space(), nonce=secrets.token_hex(8), **current_process_fields())
 
 
 def process_name() -> str:
