@@ -15,7 +15,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -242,13 +242,7 @@ def _redacted(value: Any, left: list[Rule], found: Rules, hidden: Callable[[Any]
 def unknown(known: Iterable[tuple[Collection[str], Collection[str]]]) -> Iterator[str]:
     """Yield the rules that fit nothing. ``known``: of each class its names, and paths ("pay.card") in it."""
     classes = list(known)
-    for rule in rules().rules:
-        if not any(
-            (rule[0] == "*" or rule[0] in names) and any(_fits(rule[1:], path.split(".")) for path in paths)
-            for names, paths in classes
-        ):
-            yield ".".join(rule)
-
-
-def _fits(rule: Rule, path: Sequence[str]) -> bool:
-    return all(one in ("*", name) for one, name in zip(rule, path, strict=False))
+    for cls, *rule in rules().rules:
+        paths = chain.from_iterable(paths for names, paths in classes if cls == "*" or cls in names)
+        if not any(all(one in ("*", name) for one, name in zip(rule, path.split("."))) for path in paths):  # noqa: B905
+            yield ".".join([cls, *rule])

@@ -134,6 +134,7 @@ def immortal(*arguments: str, status: int = 0) -> str:
     done = CliRunner().invoke(main, ["--home", HOME, *arguments])
     assert done.exit_code == status, (done.output, done.exception)
     assert MARK not in done.output
+    assert MARK.encode().hex() not in done.output.replace(" ", "")
     return done.output
 
 
@@ -151,6 +152,7 @@ def test_records(folder: Path) -> None:
 
 
 def test_sql(folder: Path) -> None:
+    assert rows("select 1 from messages where contains(hex(arguments), '78797A7A79')") == []
     messages = rows("select method, arguments, arguments_json from messages")
     assert {"item": "tea", "card": REDACTED} in [json.loads(str(row["arguments_json"] or "{}")) for row in messages]
     assert rows("select o.item, o.note, s.count, s.token from shop.orders o, shop s") == [
