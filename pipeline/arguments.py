@@ -99,7 +99,8 @@ def read_arguments(codec: ArgumentCodec, rpc_type: int, arguments: bytes | memor
 
 def unreadable(codec: ArgumentCodec, error: Exception) -> str:
     """Return what is said of arguments for which :func:`read_arguments` raised ``error``."""
-    return f"the arguments of {codec.name} cannot be shown: {_reason(error)}"
+    why = type(error).__name__ if redaction.concerns(codec.name) else _reason(error)  # which can quote a value
+    return f"the arguments of {codec.name} cannot be shown: {why}"
 
 
 def _reason(error: Exception) -> str:
