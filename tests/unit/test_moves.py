@@ -218,3 +218,16 @@ def test_a_large_range_comes_in_parts(env: Environment, monkeypatch: pytest.Monk
     env.change_shards(carts, 3)
     assert list(carts.started[3].state.keys) == sorted(names)  # type: ignore[attr-defined]
     assert carts.started[2].state.keys == {}  # type: ignore[attr-defined]
+
+
+def test_a_shard_that_missed_moves_learns_them_first(env: Environment) -> None:
+    carts = env.start(Cart, "carts", shards=3)
+    for count in (2, 1):
+        env.change_shards(carts, count)
+    assert carts.started[3].state.shards == 2  # type: ignore[attr-defined]
+    carts.count = 2  # which it is not
+    with pytest.raises(immortal.CalleeFailed, match="shard 1 has other ranges than it has as one of 2 shards"):
+        env.change_shards(carts, 3)
+    carts.count = 1
+    assert env.change_shards(carts, 3) == []
+    assert [one.state.shards for one in carts.instances] == [3, 3, 3, 3]  # type: ignore[attr-defined]
