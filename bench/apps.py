@@ -24,8 +24,8 @@ from immortal.bench.workload import (
     check,
     measure_in_threads,
     measured,
+    print_result,
     read_runs,
-    say,
 )
 from immortal.client import connect
 
@@ -46,7 +46,7 @@ class Course:
 course = Course()
 
 
-def say_json(line: object) -> None:
+def print_json(line: object) -> None:
     print(json.dumps(line), flush=True)
 
 
@@ -79,9 +79,9 @@ class Receiver(Immortal):
             course.ready.clear()
             impulses.expect(json.loads(line)["calls"])
             course.ready.wait()
-            say_json("ready")
+            print_json("ready")
             course.done.wait()
-            say_json({"calls": self.calls, "bytes": self.received_bytes, "ended_s": course.ended_s})
+            print_json({"calls": self.calls, "bytes": self.received_bytes, "ended_s": course.ended_s})
 
 
 class Sender(Immortal):
@@ -120,7 +120,7 @@ class Sender(Immortal):
             plan = json.loads(line)
             begun_s = time.perf_counter()
             impulses.start(plan["sizes"], plan["receivers"], plan["bursts"], plan["calls"])
-            say_json({"begun_s": begun_s})
+            print_json({"begun_s": begun_s})
 
 
 # The two services of awaited calls. As in any app, the loops are ``async def`` handlers.
@@ -217,7 +217,7 @@ class Caller(Immortal):
             begun = time.perf_counter()
             impulses.start(run.case, run.outstanding, run.calls_per_loop, run.size_bytes)
             stopwatch.done.wait()
-            say(measured(stopwatch.latencies_ns, time.perf_counter() - begun))
+            print_result(measured(stopwatch.latencies_ns, time.perf_counter() - begun))
 
 
 def _same(data: bytes) -> bytes:
@@ -239,7 +239,7 @@ def call_from_outside() -> None:
     """Call the callee as an outside client."""
     with connect(Callee, "callee") as callee:
         for run in read_runs(sys.stdin):
-            say(measure_in_threads(run, callee.echo))
+            print_result(measure_in_threads(run, callee.echo))
 
 
 def measure_turns(calls: int = 400) -> None:
@@ -252,7 +252,7 @@ def measure_turns(calls: int = 400) -> None:
         caller.call(TurnCaller.call_all, 20)
         begun_s = time.process_time()
         caller.call(TurnCaller.call_all, calls)
-        say(Measured(calls, time.process_time() - begun_s))
+        print_result(Measured(calls, time.process_time() - begun_s))
 
 
 class TurnCaller(Immortal):

@@ -21,12 +21,12 @@ from immortal.bench.processes import (
     append_latencies,
     check_all_alive,
     cpu_s,
-    hear,
     processes_of,
+    read_line,
     register,
     running,
     start_module,
-    tell,
+    write_line,
 )
 from immortal.bench.workload import BATCH_CALLS, Case, Measured, Run, measured
 from immortal.client import CalleeFailed, connect
@@ -54,8 +54,8 @@ class Caller:
     def run(self, run: Run) -> Measured:
         """Make the calls of ``run``, and return what was measured. Raises BenchError."""
         before = {name: cpu_s(one.pid) for name, one in self._processes.items()}
-        tell(self._driver, msgspec.json.encode(run).decode())
-        done = msgspec.json.decode(hear(self._driver, self.name, self._check_alive), type=Measured)
+        write_line(self._driver, msgspec.json.encode(run).decode())
+        done = msgspec.json.decode(read_line(self._driver, self.name, self._check_alive), type=Measured)
         if done.calls != run.calls:
             raise BenchError(f"{self.name} made {done.calls} calls, {run.calls} were asked for")
         done.cpu_s.update((name, cpu_s(one.pid) - before[name]) for name, one in self._processes.items())
@@ -63,7 +63,7 @@ class Caller:
 
     def about(self, calls: int, *, outstanding: int = 1, size_bytes: int = SIZE_BYTES) -> Measured:
         """Make about ``calls`` calls, ``outstanding`` at a time. Raises BenchError."""
-        return self.run(Run.of(calls, outstanding, size_bytes))
+        return self.run(Run.about(calls, outstanding, size_bytes))
 
 
 @contextlib.contextmanager
@@ -87,13 +87,13 @@ def compare_callers(
     context: Context,
     callers: Sequence[Caller],
     outstanding: int,
-    what: str,
+    title: str,
     limits: Mapping[str, Callable[[], Any]] | None = None,
     size_bytes: int = SIZE_BYTES,
 ) -> dict[str, list[Any]]:
     """Measure the calls of each caller, and the limits between them. Raises BenchError."""
     turns = {one.name: partial(one.about, outstanding=outstanding, size_bytes=size_bytes) for one in callers}
-    return context.compare(what, turns, limits)
+    return context.compare(title, turns, limits)
 
 
 def disk_latency(folder: Path) -> Measured:
@@ -110,31 +110,31 @@ def calls(context: Context, size_bytes: int = SIZE_BYTES) -> list[Figure]:
     figures: list[Figure] = []
     with context.home() as home, immortal_caller(home / "home") as caller:
         for outstanding in context.amounts.outstanding:
-            what = f"{outstanding} waiting, {size_bytes} B"
+            title = f"{outstanding} waiting, {size_bytes} B"
             limits = {DISK: partial(disk_latency, home)}
-            results = compare_callers(context, [caller], outstanding, what, limits, size_bytes)
+            results = compare_callers(context, [caller], outstanding, title, limits, size_bytes)
             ours = {IMMORTAL: results[IMMORTAL]}
-            figures += [latency(what, "p50", results), latency(what, "p99", results), rate(what, ours)]
-            figures.append(cpu_per_call(what, results[IMMORTAL]))
+            figures += [latency(title, "p50", results), latency(title, "p99", results), rate(title, ours)]
+            figures.append(cpu_per_call(title, results[IMMORTAL]))
     context.progress("a turn without sockets, disk and wake-ups")
     with context.home() as home, start_module(APPS, "turns", cwd=home) as process:
-        turns = msgspec.json.decode(hear(process, "the process of turns", timeout_s=TURNS_S_MAX), type=Measured)
+        turns = msgspec.json.decode(read_line(process, "the process of turns", timeout_s=TURNS_S_MAX), type=Measured)
     samples = {IMMORTAL: [1e6 / turns.calls_per_s]}
     figures.append(Figure("one awaited call without sockets, disk and wake-ups: CPU", "µs per call", "lower", samples))
     return figures
 
 
-def cpu_per_call(what: str, results: Sequence[Measured]) -> Figure:
+def cpu_per_call(title: str, results: Sequence[Measured]) -> Figure:
     """Return CPU time of each process for a call, in µs."""
     samples = {name: [1e6 * one.cpu_s[name] / one.calls for one in results] for name in results[0].cpu_s}
     samples["all processes"] = [one.cpu_us for one in results]
-    return Figure(f"{what}: CPU", "µs per call", "lower", samples)
+    return Figure(f"{title}: CPU", "µs per call", "lower", samples)
 
 
 # `immortal bench --calls --where`
 
 
-def where(context: Context, size_bytes: int = SIZE_BYTES) -> list[Figure]:
+def measure_hops(context: Context, size_bytes: int = SIZE_BYTES) -> list[Figure]:
     """Measure the hops of one awaited call, in µs, beside the calls in the same processes without stamps."""
     samples: dict[str, list[float]] = {}
     with context.home() as home, immortal_caller(home / "plain") as plain:
@@ -146,9 +146,9 @@ def where(context: Context, size_bytes: int = SIZE_BYTES) -> list[Figure]:
         with running(services):
             stamped = Caller("stamped", processes_of(services), partial(check_all_alive, services))
             pids = {
-                (name, what): process.pid
+                (name, title): process.pid
                 for name, one in services.items()
-                for what, process in zip((hops.COORDINATOR, hops.APP), one.processes(), strict=True)
+                for title, process in zip((hops.COORDINATOR, hops.APP), one.processes(), strict=True)
             }
             warm, calls = plain.about(WHERE_CALLS), min(WHERE_CALLS, hops.STAMPS_MAX // 64)
             for _ in range(context.amounts.repeats):
@@ -183,8 +183,8 @@ def embedded(context: Context, size_bytes: int = SIZE_BYTES) -> list[Figure]:
             turns = {name: partial(about, caller=callers[case is Case.CLIENT]) for name, callers in sides.items()}
             results = context.compare(case, turns, first_calls=max(2, 200 // batch))
             targets = [Target("at most", 1, SIDECARS, of=EMBEDDED)]
-            what = f"{case}, whole batches" if batch > 1 else str(case)
-            figures.append(latency(what, "p50", results, targets))
+            title = f"{case}, whole batches" if batch > 1 else str(case)
+            figures.append(latency(title, "p50", results, targets))
             cpu = {name: [one / batch for one in some] for name, some in values(results, "cpu_us").items()}
             figures.append(Figure(f"{case}: CPU", "µs per call", "lower", cpu, targets))
     return figures
@@ -237,10 +237,10 @@ def failing(context: Context) -> list[Figure]:
     """
     figures = []
     for size_mib in context.amounts.state_sizes_mib:
-        what = f"a client's call, a state of {size_mib} MiB"
-        context.progress(what)
+        title = f"a client's call, a state of {size_mib} MiB"
+        context.progress(title)
         with context.home() as home:
-            figures.append(Figure(what, "ms", "lower", _failing_ms(home, size_mib)))
+            figures.append(Figure(title, "ms", "lower", _failing_ms(home, size_mib)))
     return figures
 
 

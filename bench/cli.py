@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from immortal.bench.calls import calls, embedded, failing, where
+from immortal.bench.calls import calls, embedded, failing, measure_hops
 from immortal.bench.fleet import fleet
 from immortal.bench.harness import Amounts, Context, progress_lines, show
 from immortal.bench.isolation import isolation
@@ -30,7 +30,7 @@ OTHERS = {"calls", "embedded", "failing", "isolation", "fleet"}
 
 
 def numbers(
-    what: str, lowest: float, highest: float, example: str, kind: type[float] = int
+    label: str, lowest: float, highest: float, example: str, kind: type[float] = int
 ) -> Callable[[click.Context, Any, str | None], list[float] | None]:
     """Return a click callback for numbers of type ``kind`` with commas between them."""
 
@@ -42,7 +42,7 @@ def numbers(
         except ValueError:
             found = []
         if not found or not all(lowest <= number <= highest for number in found):
-            raise click.BadParameter(f"{value!r}; expected {what}, {lowest} to {highest}, as in {example}")
+            raise click.BadParameter(f"{value!r}; expected {label}, {lowest} to {highest}, as in {example}")
         return found
 
     return numbers_of
@@ -115,19 +115,19 @@ def bench(folder: Path | None, as_json: bool, **options: Any) -> None:
     )
     measure: dict[str, Callable[[Context], Any]] = {
         "one-way calls": lambda context: one_way(context, curve=options["curve"], log_key=options["log_key"]),
-        "calls": lambda context: (where if options["where"] else calls)(context, options["size"]),
+        "calls": lambda context: (measure_hops if options["where"] else calls)(context, options["size"]),
         "embedded": lambda context: embedded(context, options["size"]),
         "failing": failing,
         "isolation": isolation,
         "fleet": lambda context: fleet(context, options["fleet"], curve=options["curve"]),
     }
-    what = (*chosen, "one-way calls")[0]
+    label = (*chosen, "one-way calls")[0]
     with progress_lines() as progress:
-        figures = measure[what](Context(amounts, folder or Path(tempfile.gettempdir()), progress))
+        figures = measure[label](Context(amounts, folder or Path(tempfile.gettempdir()), progress))
     if as_json:
         echo(json.dumps([asdict(figure) for figure in figures]))
     else:
-        show(what, figures)
+        show(label, figures)
         optimised = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "")
         how = "with optimisations" if optimised else "without optimisations: a call takes 1.2 to 1.5 times as long"
         echo(f"Python {platform.python_version()}, built {how}")

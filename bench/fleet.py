@@ -158,7 +158,7 @@ def _stop(services: Sequence[Service]) -> None:
     for first in range(0, len(services), STARTED_AT_ONCE):
         group = services[first : first + STARTED_AT_ONCE]
         for service in group:
-            service.ask_to_stop()
+            service.request_stop()
         for service in group:
             service.wait_until_stopped(max(0.0, deadline - time.perf_counter()))
 

@@ -170,20 +170,20 @@ class Context:
             yield Path(name)
 
     def interleave(
-        self, turns: Mapping[str, Callable[[], T]], what: str, repeats: int | None = None
+        self, turns: Mapping[str, Callable[[], T]], title: str, repeats: int | None = None
     ) -> dict[str, list[T]]:
         """Run each of ``turns`` once, then each once more, and so on; return their results."""
         results: dict[str, list[T]] = {name: [] for name in turns}
         repeats = repeats or self.amounts.repeats
         for turn in range(repeats):
             for name, run in turns.items():
-                self.progress(f"{what}: {name}, {turn + 1} of {repeats}")
+                self.progress(f"{title}: {name}, {turn + 1} of {repeats}")
                 results[name].append(run())
         return results
 
     def compare(
         self,
-        what: str,
+        title: str,
         sides: Mapping[str, Callable[[int], Measured]],
         limits: Mapping[str, Callable[[], Any]] | None = None,
         *,
@@ -195,14 +195,14 @@ class Context:
         """
         turns: dict[str, Callable[[], Any]] = {}
         for name, run in sides.items():
-            self.progress(f"{what}: {name}, warming up")
+            self.progress(f"{title}: {name}, warming up")
             try:
                 turns[name] = partial(run, self.calls_for(run, first_calls))
             except BenchError as error:
                 if name.startswith(IMMORTAL):
                     raise
-                self.skipped[f"{what}: {name}"] = str(error).splitlines()[0]
-        return self.interleave({**turns, **(limits or {})}, what)
+                self.skipped[f"{title}: {name}"] = str(error).splitlines()[0]
+        return self.interleave({**turns, **(limits or {})}, title)
 
     def calls_for(self, run: Callable[[int], Measured], first_calls: int) -> int:
         """Return the number of calls of a turn, after two runs, the first of which finds the processes cold."""
@@ -214,7 +214,7 @@ class Context:
 
 def values(results: Mapping[str, list[Any]], name: str) -> dict[str, list[float]]:
     """Return attribute ``name`` of all results; a result that is a number stands for itself."""
-    return {who: [getattr(one, name, one) for one in some] for who, some in results.items()}
+    return {side: [getattr(one, name, one) for one in some] for side, some in results.items()}
 
 
 def rate(
@@ -240,11 +240,11 @@ def progress_lines() -> Iterator[Callable[[str], None]]:
     with console.status("starting") as status:
 
         def progress(text: str) -> None:
-            what = text.partition(":")[0]
+            title = text.partition(":")[0]
             if console.is_terminal:
                 status.update(text)
-            elif what not in said:
-                said.add(what)
-                echo(what, err=True)
+            elif title not in said:
+                said.add(title)
+                echo(title, err=True)
 
         yield progress

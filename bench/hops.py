@@ -90,18 +90,18 @@ def _read(file: Path) -> dict[int, list[int]]:
 Stamp = Callable[[int], None]
 
 
-def _stamped(function: Callable[..., Any], stamp: Stamp, begun: int = 0, ended: int = 0) -> Callable[..., Any]:
+def _stamped(function: Callable[..., Any], stamp: Stamp, begin_kind: int = 0, end_kind: int = 0) -> Callable[..., Any]:
     """Wrap ``function`` so that its begin and end are stamped with these kinds; 0: no stamp. An empty result has none.
 
     A send is stamped at its begin, since the message can arrive before its end.
     """
 
     def stamped(*arguments: Any, **named: Any) -> Any:
-        if begun:
-            stamp(begun)
+        if begin_kind:
+            stamp(begin_kind)
         result = function(*arguments, **named)
-        if ended and result:
-            stamp(ended)
+        if end_kind and result:
+            stamp(end_kind)
         return result
 
     return stamped
@@ -111,14 +111,14 @@ def _stamp_all(stamp: Stamp) -> None:
     plain_send = sockets.plain_send
 
     def stamped_send(socket: zmq.Socket[bytes]) -> Callable[..., object]:
-        return _stamped(plain_send(socket), stamp, begun=MESSAGE_SENT)
+        return _stamped(plain_send(socket), stamp, begin_kind=MESSAGE_SENT)
 
     sockets.plain_send = stamped_send
     for cls, name, kinds in (
-        (socket.socket, "send", {"begun": SENT}),
-        (socket.socket, "sendmsg", {"begun": SENT}),
-        (socket.socket, "recv", {"ended": RECEIVED}),
-        (zmq.Socket, "recv", {"ended": MESSAGE_RECEIVED}),
+        (socket.socket, "send", {"begin_kind": SENT}),
+        (socket.socket, "sendmsg", {"begin_kind": SENT}),
+        (socket.socket, "recv", {"end_kind": RECEIVED}),
+        (zmq.Socket, "recv", {"end_kind": MESSAGE_RECEIVED}),
     ):
         setattr(cls, name, _stamped(getattr(cls, name), stamp, **kinds))
     os.pwrite = _stamped(os.pwrite, stamp, WRITE_BEGUN, WRITTEN)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from immortal.bench.fleet_apps import RECEIVERS
 from immortal.bench.harness import Context, Figure, Target
-from immortal.bench.processes import BenchError, Service, final_state, register, running, tell
+from immortal.bench.processes import BenchError, Service, final_state, register, running, write_line
 from immortal.bench.workload import percentile
 from immortal.coordinator.operator import control
 
@@ -59,25 +59,25 @@ class _Isolation:
         for number in range(2 * rounds):
             faulty = number % 2 == 1
             kind = FAULTY if faulty else HEALTHY
-            what = f"window {number + 1} of {2 * rounds}, {kind}"
+            title = f"window {number + 1} of {2 * rounds}, {kind}"
             with self._faults(faulty):
-                rates[kind].append(self._throughput(what))
+                rates[kind].append(self._throughput(title))
                 self._wait(self._is_settled(OTHERS), timeout_s=self._seconds)
                 time.sleep(REST_S)
-                self._progress(f"{what}: latency")
+                self._progress(f"{title}: latency")
                 self._command(f"sample {number} {RATE} {self._samples} {time.time_ns() // 1000}")
                 self._listen(self._seconds + SETTLE_S)
             self._listen(STEP_TIMEOUT_S)
             if not self._wait(self._is_settled(RECEIVERS), timeout_s=STEP_TIMEOUT_S):
-                raise BenchError(f"after {what} the hub's calls have not all arrived within {STEP_TIMEOUT_S:.0f} s")
+                raise BenchError(f"after {title} the hub's calls have not all arrived within {STEP_TIMEOUT_S:.0f} s")
         windows = self._latencies_ms(2 * rounds)
-        what = f"calls to {len(OTHERS)} of {len(RECEIVERS)} receivers"
-        figures = [Figure(what, "calls/s", "higher", rates, [Target("at least", 0.8, HEALTHY, of=FAULTY)])]
+        title = f"calls to {len(OTHERS)} of {len(RECEIVERS)} receivers"
+        figures = [Figure(title, "calls/s", "higher", rates, [Target("at least", 0.8, HEALTHY, of=FAULTY)])]
         for percent in (50, 99):
             found = [percentile(sorted(one), percent) for one in windows]
             samples = {HEALTHY: found[::2], FAULTY: found[1::2]}
             target = Target("at most", 1.25, HEALTHY, of=FAULTY)
-            figures.append(Figure(f"{what}, {RATE:g}/s to each, p{percent}", "ms", "lower", samples, [target]))
+            figures.append(Figure(f"{title}, {RATE:g}/s to each, p{percent}", "ms", "lower", samples, [target]))
         return figures
 
     @contextmanager
@@ -100,9 +100,9 @@ class _Isolation:
 
     # --- the two halves of a window ----------------------------------------------------------------------------------
 
-    def _throughput(self, what: str) -> float:
+    def _throughput(self, title: str) -> float:
         """Return how many calls a second reached the disks of the others."""
-        self._progress(f"{what}: throughput")
+        self._progress(f"{title}: throughput")
         self._command("fill")
         self._listen(SETTLE_S)
         time.sleep(SETTLE_S)
@@ -125,7 +125,7 @@ class _Isolation:
         found: list[list[float]] = [[] for _ in range(windows)]
         for name in OTHERS:
             service = self._services[name]
-            service.ask_to_stop()
+            service.request_stop()
             service.wait_until_stopped(STEP_TIMEOUT_S)
             latencies_us = final_state(service, {"latencies_us": dict[int, list[int]]})["latencies_us"]
             counts = [len(latencies_us.get(window, ())) for window in range(windows)]
@@ -138,7 +138,7 @@ class _Isolation:
     # --- the hub -----------------------------------------------------------------------------------------------------
 
     def _command(self, line: str) -> None:
-        tell(self._hub.processes()[1], line)
+        write_line(self._hub.processes()[1], line)
         self._commands += 1
 
     def _listen(self, timeout_s: float) -> None:

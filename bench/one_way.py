@@ -22,12 +22,12 @@ from immortal.bench.processes import (
     append_rate,
     check_all_alive,
     cpu_s,
-    hear,
     memory_of,
     processes_of,
+    read_line,
     register,
     running,
-    tell,
+    write_line,
 )
 from immortal.bench.workload import Measured
 from immortal.coordinator.config import LOG_KEY_FILE
@@ -77,13 +77,13 @@ class ImmortalStreams:
         receivers = [self.services[f"receiver-{index}"].processes()[1] for index in range(load.receivers)]
         senders = [self.services[f"sender-{index}"].processes()[1] for index in range(load.senders)]
         for receiver in receivers:
-            tell(receiver, json.dumps({"calls": received}))
+            write_line(receiver, json.dumps({"calls": received}))
         for receiver in receivers:
             if (said := self._read(receiver)) != "ready":
                 raise BenchError(f"a receiver said {said!r}, 'ready' was expected")
         plan = {"sizes": load.sizes, "receivers": load.receivers, "bursts": bursts, "calls": in_burst}
         for sender in senders:
-            tell(sender, json.dumps(plan))
+            write_line(sender, json.dumps(plan))
         begun_s = min(self._read(sender)["begun_s"] for sender in senders)
         ended_s = begun_s
         for receiver in receivers:
@@ -99,7 +99,7 @@ class ImmortalStreams:
         return {name: cpu_s(process.pid) for name, process in processes_of(self.services).items()}
 
     def _read(self, process: Popen[str]) -> Any:
-        return json.loads(hear(process, "a process", partial(check_all_alive, self.services), SILENCE_S_MAX))
+        return json.loads(read_line(process, "a process", partial(check_all_alive, self.services), SILENCE_S_MAX))
 
 
 @contextlib.contextmanager
@@ -124,12 +124,12 @@ def compare_streams(
     context: Context,
     streams: Mapping[str, Streams],
     load: Load,
-    what: str,
+    title: str,
     limits: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, list[Any]]:
     """Measure the calls of each implementation, and the limits between them. Raises BenchError."""
     turns = {name: partial(one.run, load) for name, one in streams.items()}
-    return context.compare(what, turns, limits, first_calls=first_calls(load))
+    return context.compare(title, turns, limits, first_calls=first_calls(load))
 
 
 def first_calls(load: Load) -> int:
@@ -137,7 +137,7 @@ def first_calls(load: Load) -> int:
     return max(load.senders * load.receivers, round(WARM_UP_BYTES / (load.mean_size_bytes + CALL_OVERHEAD_BYTES)))
 
 
-def rate_by_size(what: str, size_bytes: int, results: Mapping[str, list[Any]], **more: Any) -> Figure:
+def rate_by_size(title: str, size_bytes: int, results: Mapping[str, list[Any]], **more: Any) -> Figure:
     """Return a rate: calls/s for small calls, MB/s for large ones. Results that are numbers are bytes/s."""
     size = max(1, size_bytes)
     unit = "calls/s" if size_bytes <= BY_CALLS_SIZE_BYTES_MAX else "MB/s"
@@ -147,7 +147,7 @@ def rate_by_size(what: str, size_bytes: int, results: Mapping[str, list[Any]], *
         factor = {"calls/s": 1 if in_calls else 1 / size, "MB/s": size / 1e6 if in_calls else 1e-6}[unit]
         samples[name] = [rate * factor for rate in rates]
     label = "size of the argument, bytes"
-    return Figure(what, unit, "higher", samples, group=f"one-way, {unit}", x=size_bytes, x_label=label, **more)
+    return Figure(title, unit, "higher", samples, group=f"one-way, {unit}", x=size_bytes, x_label=label, **more)
 
 
 def format_size(size_bytes: int) -> str:
@@ -156,9 +156,9 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes >> 10} KiB" if size_bytes >= 1 << 10 else f"{size_bytes} B"
 
 
-def peak_memory(what: str, streams: ImmortalStreams) -> Figure:
+def peak_memory(title: str, streams: ImmortalStreams) -> Figure:
     samples = {name: [memory_of(process.pid).peak] for name, process in processes_of(streams.services).items()}
-    return Figure(f"{what}: peak memory", "MiB", "lower", samples)
+    return Figure(f"{title}: peak memory", "MiB", "lower", samples)
 
 
 # `immortal bench`
@@ -173,16 +173,16 @@ def one_way(context: Context, *, curve: bool = False, log_key: bool = False) -> 
     options: dict[str, Any] = {"curve": curve, "log_key": LOG_KEY_FILE if log_key else None}
     with context.home() as home, immortal_streams(home, **options) as streams:
         for size_bytes in context.amounts.sizes:
-            what = f"one-way {format_size(size_bytes)}"
+            title = f"one-way {format_size(size_bytes)}"
             limits = {DISK: partial(append_rate, home, max(size_bytes, 1 << 20))}
-            results = compare_streams(context, {IMMORTAL: streams}, Load((size_bytes,)), what, limits)
-            figures.append(rate_by_size(what, size_bytes, results))
-            figures.append(cpu_per_call(what, results[IMMORTAL]))
+            results = compare_streams(context, {IMMORTAL: streams}, Load((size_bytes,)), title, limits)
+            figures.append(rate_by_size(title, size_bytes, results))
+            figures.append(cpu_per_call(title, results[IMMORTAL]))
         figures.append(peak_memory("one-way", streams))
         context.progress("replay")
         if replayed := measure_replay(streams.services["receiver-0"]):
-            what = f"replay of {replayed.calls:,} calls after kill -9, start of the processes included"
-            figures.append(Figure(what, "calls/s", "higher", {IMMORTAL: [replayed.calls_per_s]}))
+            title = f"replay of {replayed.calls:,} calls after kill -9, start of the processes included"
+            figures.append(Figure(title, "calls/s", "higher", {IMMORTAL: [replayed.calls_per_s]}))
     return figures
 
 

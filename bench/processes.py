@@ -182,7 +182,7 @@ class Service:
             raise BenchError(f"{self.settings.name!r} was not started")
         return self.coordinator, self.app
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Ask coordinator and app to end, with a last checkpoint."""
         self.processes()[0].terminate()
 
@@ -228,15 +228,15 @@ def start_module(module: str, *arguments: str, **options: Any) -> Iterator[subpr
         _kill(process)
 
 
-def tell(process: subprocess.Popen[str], line: str) -> None:
-    """Write a line to a process's standard input. If the process has ended, :func:`hear` reports it."""
+def write_line(process: subprocess.Popen[str], line: str) -> None:
+    """Write a line to a process's standard input. If the process has ended, :func:`read_line` reports it."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(f"{line}\n")
         process.stdin.flush()
 
 
-def hear(
+def read_line(
     process: subprocess.Popen[str],
     name: str,
     check_alive: Callable[[], None] = lambda: None,

@@ -37,7 +37,7 @@ class Run:
     case: str = Case.SERVICES
 
     @classmethod
-    def of(cls, calls: int, outstanding: int, size_bytes: int, case: str = Case.SERVICES) -> Run:
+    def about(cls, calls: int, outstanding: int, size_bytes: int, case: str = Case.SERVICES) -> Run:
         """Return a run of about ``calls`` calls."""
         return cls(outstanding, max(1, round(calls / outstanding)), size_bytes, case)
 
@@ -79,7 +79,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent // 100))]
 
 
-def say(result: Measured) -> None:
+def print_result(result: Measured) -> None:
     """Answer a run."""
     print(json.dumps(asdict(result)), flush=True)
 

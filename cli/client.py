@@ -15,7 +15,7 @@ from immortal.appsdk.state.tree import to_json, tree
 from immortal.cli.options import complete_instance, instance_name, name_argument, pass_registry
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances.registry import Registry
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.command_line import (
     Commands,
     FailedError,
@@ -147,13 +147,13 @@ def queue() -> None:
 def show(registry: Registry, name: str, task: int | None, state: str, as_json: bool) -> None:
     """Show the number of tasks, the workers and the dead letters; or the details of one TASK."""
     if task is not None:
-        found = _ask(registry, name, "task", task)
+        found = _call_queue(registry, name, "task", task)
         if as_json:
             echo_json({**found, "arguments": _value(found["arguments"]), "result": _value(found["result"])})
         else:
             echo_lines(_task_lines(found))
         return
-    overview = _ask(registry, name, "overview", state)
+    overview = _call_queue(registry, name, "overview", state)
     if as_json:
         echo_json(overview)
         return
@@ -173,7 +173,7 @@ def show(registry: Registry, name: str, task: int | None, state: str, as_json: b
 @pass_registry
 def retry(registry: Registry, name: str, tasks: Sequence[int], all_of_them: bool) -> None:
     """Put dead letters back into the queue, with all their tries. Does nothing if one TASK is no dead letter."""
-    count = _ask(registry, name, "retry", _chosen(tasks, all_of_them))
+    count = _call_queue(registry, name, "retry", _chosen(tasks, all_of_them))
     echo(f"{name}: {counted(count, 'task')} retried")
 
 
@@ -190,7 +190,8 @@ def drop(registry: Registry, name: str, tasks: Sequence[int], all_of_them: bool,
     if not yes:
         what = "all dead letters" if chosen is None else counted(len(set(chosen)), "task")
         click.confirm(f"Drop {what} of {name} for good?", abort=True)
-    echo(f"{name}: {counted(_ask(registry, name, 'drop', chosen, reason or 'dropped by an operator'), 'task')} dropped")
+    dropped = _call_queue(registry, name, "drop", chosen, reason or "dropped by an operator")
+    echo(f"{name}: {counted(dropped, 'task')} dropped")
 
 
 def _chosen(tasks: Sequence[int], all_of_them: bool) -> list[int] | None:
@@ -199,7 +200,7 @@ def _chosen(tasks: Sequence[int], all_of_them: bool) -> list[int] | None:
     return None if all_of_them else list(tasks)
 
 
-def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
+def _call_queue(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
     endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # raises with the known names
     with connect(name, home=registry.home, timeout=TIMEOUT_S, endpoints=endpoints) as instance:
         try:
@@ -216,6 +217,8 @@ def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
 
 def _value(encoded: bytes) -> Any:
     """Decode arguments or a result for display; None if there are none, hex if they can't be read."""
+    if encoded and redaction.concerns(None):
+        return redaction.REDACTED
     try:
         return decoding.decode_shown(encoded) if encoded else None
     except decoding.DecodeError:
@@ -227,8 +230,8 @@ def _clipped(text: str) -> str:
     return text if len(text) <= WHY_SIZE_MAX else f"{text[: WHY_SIZE_MAX - 3]}..."
 
 
-def _cells(one: Values, *keys: str) -> list[str]:
-    return [printable(str(one[key])) for key in keys]
+def _cells(values: Values, *keys: str) -> list[str]:
+    return [printable(str(values[key])) for key in keys]
 
 
 def _print_tables(overview: Values) -> None:

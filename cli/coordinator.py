@@ -10,11 +10,11 @@ import click
 
 from immortal.cli.options import (
     follow_option,
+    given_options,
     log_output_options,
     name_argument,
     pass_registry,
     promote_option,
-    said,
     start_option,
     trust_pickle_option,
 )
@@ -71,7 +71,7 @@ def coordinator(
     from immortal.coordinator.notices import configure
     from immortal.coordinator.service.runtime import run_coordinator
 
-    settings = override(registry.load(name), **said(options))
+    settings = override(registry.load(name), **given_options(options))
     log = configure(name, level=log_level, log_format=log_format)
     at = None
     if app_send_port is not None and app_port is None:

@@ -30,6 +30,7 @@ from immortal.pipeline.arguments import ArgumentDecoder, decoder_for
 from immortal.presenters.operations import letter_method, letter_values, letter_why
 from immortal.presenters.records import describe_message
 from immortal.presenters.status import operator_name
+from immortal.protocol import redaction
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, echo_lines, json_option, print_table
 from immortal.protocol.files import opener
 from immortal.protocol.safe_output import printable, printable_json
@@ -74,7 +75,7 @@ _all_option = click.option("--all", "all_of_them", is_flag=True, help="All dead 
 def _list(settings: InstanceSettings, as_json: bool) -> None:
     with own_logs.open_reader(settings) as reader:
         found = [letter_values(letter, reader) for letter in reader.letters()]
-        _tell_problems(reader)
+        _print_problems(reader)
     if as_json:
         echo_json(found)
     elif not found:
@@ -116,7 +117,7 @@ def export(settings: InstanceSettings, file: Path | None, app: str | None) -> No
             raise click.UsageError(f"{file} is there already: give another name, or remove it first") from None
         for letter in reader.letters():
             echo(json.dumps(_whole(letter, reader, decoder)), file=out)
-        _tell_problems(reader)
+        _print_problems(reader)
 
 
 @dead_letters.command()
@@ -128,7 +129,7 @@ def retry(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: boo
 
     The instance must be running. Exit status: 1 if one of them could not be retried.
     """
-    answer = _ask(settings, "letters-retry", _chosen(settings, ids, all_of_them))
+    answer = _request(settings, "letters-retry", _chosen(settings, ids, all_of_them))
     retried, refused = answer.get("retried", 0), answer.get("refused") or {}
     echo(f"{settings.name}: {counted(retried, 'dead letter')} retried")
     for one, reason in refused.items():
@@ -150,7 +151,7 @@ def drop(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool
     if not yes:
         what = "all dead letters" if all_of_them else counted(len(chosen["keys"]), "dead letter")
         click.confirm(f"Drop {what} of {settings.name} for good?", abort=True)
-    answer = _ask(settings, "letters-drop", chosen)
+    answer = _request(settings, "letters-drop", chosen)
     echo(f"{settings.name}: {counted(answer.get('dropped', 0), 'dead letter')} dropped")
 
 
@@ -170,7 +171,7 @@ def _chosen(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: b
     return {"keys": [[*one, 0, 0] for one in dict.fromkeys(ids)]}
 
 
-def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
+def _request(settings: InstanceSettings, verb: str, request: Values) -> Values:
     request = {**request, "who": operator_name()}
     return ask_coordinator(settings, verb, request, timeout_s=REQUEST_TIMEOUT_S, not_running=_not_running(settings))
 
@@ -192,7 +193,7 @@ def _unknown(settings: InstanceSettings, wanted: MessageId) -> FailedError:
 # --- contents of a letter --------------------------------------------------------------------------------------------
 
 
-def _tell_problems(reader: LogReader) -> None:
+def _print_problems(reader: LogReader) -> None:
     for problem in reader.problems:
         echo(f"warning: {problem}", err=True)
 
@@ -203,15 +204,17 @@ def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -
     described = letter_values(letter, reader)
     if described["method"] is None:
         described["method"] = message["method"]
-    return {**described, "message": message, "message_hex": verdict.message.hex(), "trace": verdict.trace}
+    is_redacted = redaction.concerns(described["method"])
+    data = redaction.REDACTED if is_redacted else verdict.message.hex()
+    return {**described, "message": message, "message_hex": data, "trace": verdict.trace}
 
 
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def _print_table(found: list[Values]) -> None:
+def _print_table(letters: list[Values]) -> None:
     rows = []
-    for values in found:
+    for values in letters:
         why = printable(letter_why(values))
         clipped = why if len(why) <= WHY_SIZE_MAX else f"{why[: WHY_SIZE_MAX - 3]}..."
         cells = (values["id"], values["time"][:19] + "Z", letter_method(values), values["from"] or "-", clipped)
@@ -219,14 +222,14 @@ def _print_table(found: list[Values]) -> None:
     print_table(("ID", "when", "method", "from", "why"), rows)
 
 
-def _lines(found: Values) -> Iterator[str]:
-    message = found["message"]
-    yield f"dead letter {found['id']}"
+def _lines(letter: Values) -> Iterator[str]:
+    message = letter["message"]
+    yield f"dead letter {letter['id']}"
     rows = {
-        "when": found["time"],
-        "method": letter_method(found),
-        "from": found["from"] or "-",
-        "why": letter_why(found),
+        "when": letter["time"],
+        "method": letter_method(letter),
+        "from": letter["from"] or "-",
+        "why": letter_why(letter),
     }
     if "arguments" in message:
         rows["arguments"] = printable_json(message["arguments"])
@@ -237,6 +240,6 @@ def _lines(found: Values) -> Iterator[str]:
     width = max(map(len, rows))
     for title, text in rows.items():
         yield f"  {title.ljust(width)}  {text}"
-    if found["trace"]:
+    if letter["trace"]:
         yield ""
-        yield from (f"  {line}".rstrip() for line in found["trace"].rstrip("\n").split("\n"))
+        yield from (f"  {line}".rstrip() for line in letter["trace"].rstrip("\n").split("\n"))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from immortal.cli.handlers import _ask, _pass_settings, _reason_option, json_argument
+from immortal.cli.handlers import _pass_settings, _reason_option, _request, json_argument
 from immortal.cli.options import (
     InstanceCommandGroup,
     Moment,
@@ -125,7 +125,7 @@ def _query_options(function: Function) -> Function:
     return with_query  # type: ignore[return-value]
 
 
-def _asking_options(function: Function) -> Function:
+def _confirmation_options(function: Function) -> Function:
     function = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")(function)
     return click.option("--dry-run", is_flag=True, help="Show what would be done, without doing it.")(function)
 
@@ -169,14 +169,14 @@ def executions(ctx: click.Context, name: list[str], query: Query, state: str, li
         echo(f"... and more: show more than {limit} with --limit, or older ones with --until")
 
 
-def _print(found: list[Execution], of: list[str] | None = None) -> None:
+def _print(found: list[Execution], instances: list[str] | None = None) -> None:
     if not found:
         echo("no execution matches")
         return
     rows = [execution_row(one) for one in found]
-    if of is not None:
-        rows = [(name, *row) for name, row in zip(of, rows, strict=True)]
-    print_table(COLUMNS if of is None else ("instance", *COLUMNS), rows, right=("ID", "took"))
+    if instances is not None:
+        rows = [(name, *row) for name, row in zip(instances, rows, strict=True)]
+    print_table(COLUMNS if instances is None else ("instance", *COLUMNS), rows, right=("ID", "took"))
 
 
 _id_argument = click.argument("wanted", metavar="ID")
@@ -207,9 +207,9 @@ def show(registry: Registry, settings: InstanceSettings, wanted: str, shows_stat
             echo("    ... and more")
 
 
-def _states(registry: Registry, name: str, one: Execution) -> dict[str, Any]:
+def _states(registry: Registry, name: str, execution: Execution) -> dict[str, Any]:
     with closing(Sessions(registry.home)) as sessions:
-        return execution_states(sessions, name, one)
+        return execution_states(sessions, name, execution)
 
 
 def _plain(value: Any) -> Any:
@@ -230,7 +230,7 @@ _ids_argument = click.argument("ids", nargs=-1, metavar="[ID]...")
 @_ids_argument
 @_query_options
 @_reason_option
-@_asking_options
+@_confirmation_options
 @_pass_settings
 def cancel(
     settings: InstanceSettings, ids: tuple[str, ...], query: Query, reason: str, dry_run: bool, yes: bool
@@ -246,7 +246,7 @@ def cancel(
 @_ids_argument
 @_query_options
 @_reason_option
-@_asking_options
+@_confirmation_options
 @_pass_settings
 def terminate(
     settings: InstanceSettings, ids: tuple[str, ...], query: Query, reason: str, dry_run: bool, yes: bool
@@ -262,7 +262,7 @@ def terminate(
 @click.argument("event")
 @click.argument("value", default="null")
 @_query_options
-@_asking_options
+@_confirmation_options
 @_pass_settings
 def signal(settings: InstanceSettings, event: str, value: str, query: Query, dry_run: bool, yes: bool) -> None:
     """Send EVENT with VALUE (JSON) to all waiting executions that match, as 'immortal handlers NAME signal'."""
@@ -282,7 +282,7 @@ def signal(settings: InstanceSettings, event: str, value: str, query: Query, dry
     show_default=True,
     help="Keep the results of the steps before this one.",
 )
-@_asking_options
+@_confirmation_options
 @_pass_settings
 def restart(
     settings: InstanceSettings,
@@ -332,7 +332,7 @@ def _order_all(
         return
     refused = 0
     for one, request in zip(found, requests, strict=True):
-        answer = _ask(settings, verb, {**request, "who": operator_name()})
+        answer = _request(settings, verb, {**request, "who": operator_name()})
         refused += not answer["done"]
         echo(f"{one.id}: {answer['text']}")
     if refused:

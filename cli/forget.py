@@ -16,7 +16,13 @@ from datetime import UTC, datetime
 import click
 from msgspec.structs import replace
 
-from immortal.cli.lifecycle import STOP_TIMEOUT_S, checkpoint_at_stop, nobody_starts, refuse_strangers, restart_instance
+from immortal.cli.lifecycle import (
+    STOP_TIMEOUT_S,
+    cannot_restart_text,
+    checkpoint_at_stop,
+    refuse_unreachable_holder,
+    restart_instance,
+)
 from immortal.cli.operations import take_checkpoint
 from immortal.cli.options import ask_coordinator, pass_registry, timeout_option
 from immortal.coordinator.config import InstanceSettings
@@ -51,9 +57,9 @@ def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s
     if bool(subjects) == lists:
         raise click.UsageError("give either the IDs of the persons to forget, or --list")
     if lists:
-        everyone = list(personal_keys.everyone())
+        everyone = list(personal_keys.all_persons())
         gone = [one for one in everyone if one.forgotten]
-        left = [one.subject for one in gone if personal_keys.is_left(one.subject)]
+        left = [one.subject for one in gone if personal_keys.has_leftover_key(one.subject)]
         if as_json:
             dates = {one.subject: one.forgotten for one in gone}
             echo_json({"forgotten": dates, "known": len(everyone) - len(gone), "left": left})
@@ -69,7 +75,7 @@ def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s
             f"{personal_keys.folder()} has no key of {', '.join(map(repr, unknown))}: an ID as apps give it to"
             f" immortal.Personal was expected; {personal_keys.KEYS_VARIABLE} names another folder"
         )
-    click.get_current_context().with_resource(_alone())
+    click.get_current_context().with_resource(_without_others())
     everybody = [registry.load(name) for name in registry.names()]
     todo = [subject for subject, person in persons.items() if person is not None and not person.forgotten]
     restarted = _pause_all(everybody, todo, timeout_s) if todo else list(filter(_is_left_paused, everybody))
@@ -95,7 +101,7 @@ def forget(registry: Registry, subjects: tuple[str, ...], lists: bool, timeout_s
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _without_others() -> Iterator[None]:
     """Keep other commands from forgetting persons with the same folder of keys. Raises FailedError."""
     place = personal_keys.folder() / ".lock"
     try:
@@ -161,7 +167,7 @@ def _is_running(settings: InstanceSettings) -> bool:
     """
     coordinator = control.running(settings.folder)
     if coordinator is None:
-        refuse_strangers(settings)
+        refuse_unreachable_holder(settings)
         if "without" in (state := checkpoint_at_stop(settings)):
             raise FailedError(
                 f"{settings.name} is stopped{state}. Its next start needs the data: start and stop it first ('immortal"
@@ -169,7 +175,7 @@ def _is_running(settings: InstanceSettings) -> bool:
             )
         return False
     if control.supervisor(settings.folder) is None:
-        raise FailedError(nobody_starts(settings, coordinator))
+        raise FailedError(cannot_restart_text(settings, coordinator))
     status = control.query(settings.folder, "status")
     if status["paused"] and not _is_left_paused(settings):
         raise FailedError(

@@ -67,7 +67,7 @@ _id_argument = click.argument("wanted", metavar="ID", type=click.IntRange(1, (1 
 
 
 def _list(settings: InstanceSettings, as_json: bool) -> None:
-    answer = _ask(settings, "handlers", {})
+    answer = _request(settings, "handlers", {})
     found = [with_times(one) for one in answer["handlers"]]
     multicasts = [with_times(one) for one in answer.get("multicasts", ())]
     schedules = [with_times(one) for one in answer.get("schedules", ())]
@@ -95,7 +95,7 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
 @_pass_settings
 def explain(settings: InstanceSettings, wanted: int, as_json: bool) -> None:
     """Explain a handler: its arguments, its cause, what it has done, what it waits for, and what would end the wait."""
-    found = _ask(settings, "handlers", {"task": wanted})["handler"]
+    found = _request(settings, "handlers", {"task": wanted})["handler"]
     if found is None:
         raise FailedError(
             f"no handler {wanted} of {settings.name!r} waits: it has ended, or there never was one; 'immortal handlers "
@@ -158,13 +158,13 @@ def signal(settings: InstanceSettings, wanted: int, event: str, value: str) -> N
     _order(settings, "signal", {"task": wanted, "event": event, "value": json_argument("VALUE", value)})
 
 
-def json_argument(what: str, text: str) -> Any:
+def json_argument(name: str, text: str) -> Any:
     """Decode a value that a person typed. Raises click.UsageError."""
     try:
         return decoding.parse_json_argument(text)
     except ValueError as error:
         raise click.UsageError(
-            f"{what} {text[:100]!r} is not JSON: {error}; a string needs its own quotes: '\"yes\"'"
+            f"{name} {text[:100]!r} is not JSON: {error}; a string needs its own quotes: '\"yes\"'"
         ) from None
 
 
@@ -176,7 +176,7 @@ def retry_effect(settings: InstanceSettings, wanted: int) -> None:
 
     The attempt counts as the next one of its Retry. Exit status: 1 if no effect waits for its next attempt.
     """
-    answer = _ask(settings, "retry-effect", {"task": wanted, "who": operator_name()})
+    answer = _request(settings, "retry-effect", {"task": wanted, "who": operator_name()})
     if problem := retry_problem(settings.name, answer):
         raise FailedError(printable(problem))
     echo(f"{settings.name}: {answer['text']}")
@@ -186,14 +186,14 @@ def retry_effect(settings: InstanceSettings, wanted: int) -> None:
 
 
 def _order(settings: InstanceSettings, verb: str, request: Values) -> None:
-    answer = _ask(settings, verb, {**request, "who": operator_name()})
+    answer = _request(settings, verb, {**request, "who": operator_name()})
     text = f"{answer['text']} (record {answer['record']}:{answer['message']})"
     if not answer["done"]:
         raise FailedError(printable(text))
     echo(f"{settings.name}: {text}")
 
 
-def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
+def _request(settings: InstanceSettings, verb: str, request: Values) -> Values:
     not_running = (
         f"{settings.name!r} does not run, and only its app knows what its handlers wait for: start it with "
         f"'immortal run {settings.name}'; without it, 'immortal replay {settings.name} --state' shows who waits"
@@ -204,38 +204,47 @@ def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
 # --- contents of a handler -------------------------------------------------------------------------------------------
 
 
-def _row(one: Values) -> tuple[str, ...]:
-    waits = "\n".join(map(format_wait, one["waits"])) or "-"
-    if one["cancelled"]:
-        waits = f"cancelled {_second(one['cancelled'][-1]['time'])}, and goes on\n{waits}"
-    at = "\n".join(place_in_words(frames[-1]) for frames in one["at"] if frames) or "-"
-    return str(one["id"]), f"{one['handler']}{one['arguments']}", format_caller(one), _second(one["since"]), waits, at
+def _row(handler: Values) -> tuple[str, ...]:
+    waits = "\n".join(map(format_wait, handler["waits"])) or "-"
+    if handler["cancelled"]:
+        waits = f"cancelled {_second(handler['cancelled'][-1]['time'])}, and goes on\n{waits}"
+    at = "\n".join(place_in_words(frames[-1]) for frames in handler["at"] if frames) or "-"
+    return (
+        str(handler["id"]),
+        f"{handler['handler']}{handler['arguments']}",
+        format_caller(handler),
+        _second(handler["since"]),
+        waits,
+        at,
+    )
 
 
-def _lines(name: str, one: Values) -> Iterator[str]:
-    yield f"handler {one['id']}: {one['handler']}{one['arguments']}"
-    yield f"  since      {one['since']}" + (f", begun anew {one['generation']} times" if one["generation"] else "")
-    called = f", its call {one['call_number']}" if one["caller"] is not None else ""
-    yield f"  called by  {format_caller(one)}{called}"
-    if one["record"] is not None:
-        place = f"message {one['message']} of record {one['record']}"
-        yield f"  begun by   {place}: 'immortal log show {name} --from {one['record']} --to {one['record']}'"
-    for cancelled in one["cancelled"]:
+def _lines(name: str, handler: Values) -> Iterator[str]:
+    yield f"handler {handler['id']}: {handler['handler']}{handler['arguments']}"
+    yield f"  since      {handler['since']}" + (
+        f", begun anew {handler['generation']} times" if handler["generation"] else ""
+    )
+    called = f", its call {handler['call_number']}" if handler["caller"] is not None else ""
+    yield f"  called by  {format_caller(handler)}{called}"
+    if handler["record"] is not None:
+        place = f"message {handler['message']} of record {handler['record']}"
+        yield f"  begun by   {place}: 'immortal log show {name} --from {handler['record']} --to {handler['record']}'"
+    for cancelled in handler["cancelled"]:
         reason = f": {cancelled['reason']}" if cancelled["reason"] else ""
         yield f"  cancelled  {cancelled['time']} by {cancelled['who']}{reason}; it goes on"
     yield ""
-    count = one["steps_count"]
+    count = handler["steps_count"]
     yield f"  {counted(count, 'step')} so far{':' if count else ''}"
-    if count > len(one["steps"]):
-        yield f"    ... the last {len(one['steps'])}:"
-    for step in one["steps"]:
+    if count > len(handler["steps"]):
+        yield f"    ... the last {len(handler['steps'])}:"
+    for step in handler["steps"]:
         yield f"    {format_step(step)}"
     yield ""
     yield "  waits for:"
-    for wait in one["waits"]:
+    for wait in handler["waits"]:
         yield f"    {format_wait(wait)}"
-        yield f"      {describe_wait_end(name, one['id'], wait)}"
-    for frames in one["at"]:
+        yield f"      {describe_wait_end(name, handler['id'], wait)}"
+    for frames in handler["at"]:
         yield ""
         yield "  at:"
         for frame in frames:
@@ -263,7 +272,7 @@ def group() -> None:
 @pass_registry
 def show(registry: Registry, name: str, as_json: bool) -> None:
     """Show the members and senders of the group NAME, and which instance waits for which."""
-    found = _asked(registry, name)
+    found = _group_answers(registry, name)
     newest = _newest(found)
     silent = [one for one in newest["members"] if one not in found]
     if as_json:
@@ -310,7 +319,7 @@ def expel(registry: Registry, name: str, member: str, yes: bool, timeout_s: floa
     them. MEMBER learns of it when it is back. Exit status: 1 if the expulsion is not complete after --timeout; it then
     continues in the background.
     """
-    found = _asked(registry, name)
+    found = _group_answers(registry, name)
     newest = _newest(found)
     members = newest["members"]
     if member not in members:
@@ -342,13 +351,13 @@ def expel(registry: Registry, name: str, member: str, yes: bool, timeout_s: floa
         time.sleep(LOOK_EACH_S)
 
 
-def _asked(registry: Registry, name: str) -> dict[str, Values]:
+def _group_answers(registry: Registry, name: str) -> dict[str, Values]:
     """Ask each instance that runs here about the group; return answers by instance. Raises FailedError."""
     running = [one for one in registry.names() if control.running(registry.load(one).folder) is not None]
 
-    def ask(one: str) -> dict[str, Values]:
+    def ask(instance: str) -> dict[str, Values]:
         try:
-            return _groups(control.query(registry.load(one).folder, "handlers", TIMEOUT_S, argument={}))
+            return _groups(control.query(registry.load(instance).folder, "handlers", TIMEOUT_S, argument={}))
         except ImmortalError:
             return {}  # it has stopped, or its app does not work: `status` reports it
 

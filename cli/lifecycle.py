@@ -27,7 +27,7 @@ from immortal.coordinator.operator import control
 from immortal.coordinator.service.supervisor import RESTART_SIGNAL
 from immortal.presenters.status import operator_name
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
-from immortal.protocol.files import ProcessFile, is_living, is_near
+from immortal.protocol.files import ProcessFile, is_living, shares_pid_namespace
 
 STOP_TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and for processes that do not end
 PATIENCE_S = 2.0  # before the command prints what it waits for
@@ -51,19 +51,19 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
     settings = registry.load(name)
     found = control.supervisor(settings.folder) or control.running(settings.folder)
     if found is None:
-        refuse_strangers(settings)
+        refuse_unreachable_holder(settings)
         echo(f"{name} does not run")
         return
     place = place_of(settings.log)
     is_followed = False
     with contextlib.suppress(LogError):  # a database that is away keeps nobody from stopping
         is_followed = place.is_shared and place.is_followed()  # a follower that takes over does not follow any more
-    with _Process(found) if is_near(found) else _Elsewhere(settings, found) as process:
+    with _Process(found) if shares_pid_namespace(found) else _Elsewhere(settings, found) as process:
         process.send(signal.SIGTERM)
         waiting = _Waiting(settings, "stopped", timeout_s)
         while not process.has_ended(STOP_POLL_S):
-            waiting.go_on()
-    if is_followed and (successor := _heir(place)) is not None:
+            waiting.check_limit()
+    if is_followed and (successor := _successor(place)) is not None:
         echo(f"{name} is stopped here, and now runs on {successor}")
     else:
         echo(f"{name} is stopped{checkpoint_at_stop(settings)}")
@@ -86,7 +86,7 @@ def restart_instance(settings: InstanceSettings, timeout_s: float) -> str:
     name = settings.name
     found, before = control.supervisor(settings.folder), control.running(settings.folder)
     if found is None:
-        raise FailedError(nobody_starts(settings, before))
+        raise FailedError(cannot_restart_text(settings, before))
     mark = upgrade_mark.read(settings.folder)
     with _Process(found) as process:
         process.send(RESTART_SIGNAL)
@@ -94,7 +94,7 @@ def restart_instance(settings: InstanceSettings, timeout_s: float) -> str:
         while (status := _working_status(settings, before)) is None:
             if process.has_ended(STOP_POLL_S):
                 raise FailedError(f"{name} stopped and did not start again: see the output of its 'immortal run'")
-            waiting.go_on()
+            waiting.check_limit()
     if mark is not None and mark.pending and (now := upgrade_mark.read(settings.folder)) is not None and now.problem:
         failed = f"the upgrade to version {now.to} failed: {now.problem}"
         raise FailedError(f"{name} is up again with version {status['version']}; {failed}")
@@ -151,31 +151,31 @@ class _Elsewhere(_Process):
 
 
 class _Waiting:
-    """Wait that reports its reason if it takes long, and ends at a limit. ``what``: the state that is waited for."""
+    """Wait that reports its reason if it takes long, and ends at a limit. ``state``: the awaited one."""
 
     def __init__(
-        self, settings: InstanceSettings, what: str, timeout_s: float, clock_s: Callable[[], float] = time.monotonic
+        self, settings: InstanceSettings, state: str, timeout_s: float, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._settings = settings
-        self._what = what
+        self._state = state
         self._timeout_s = timeout_s
         self._clock_s = clock_s
-        self._began_s = self._looked_s = clock_s()
+        self._started_s = self._reported_s = clock_s()
 
-    def go_on(self) -> None:
+    def check_limit(self) -> None:
         """Check the time, and report what is waited for. Raises FailedError at the limit."""
         now_s, name = self._clock_s(), self._settings.name
-        if now_s - self._began_s >= self._timeout_s:
+        if now_s - self._started_s >= self._timeout_s:
             raise FailedError(
-                f"{name} is not {self._what} within {self._timeout_s:g} s, but still tries: it waits for "
-                f"{_waits_for(self._settings)} ('immortal status {name}')"
+                f"{name} is not {self._state} within {self._timeout_s:g} s, but still tries: it waits for "
+                f"{_awaited_text(self._settings)} ('immortal status {name}')"
             )
-        if now_s - self._looked_s >= PATIENCE_S:
-            self._looked_s = now_s
-            echo(f"{name}: waits for {_waits_for(self._settings)}", err=True)
+        if now_s - self._reported_s >= PATIENCE_S:
+            self._reported_s = now_s
+            echo(f"{name}: waits for {_awaited_text(self._settings)}", err=True)
 
 
-def _waits_for(settings: InstanceSettings) -> str:
+def _awaited_text(settings: InstanceSettings) -> str:
     status = _status(settings)
     if status is None:
         return "its processes"
@@ -204,10 +204,10 @@ def _working_status(settings: InstanceSettings, before: control.ControlFile | No
     return status if status is not None and status["phase"] in _WORKS else None
 
 
-def nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) -> str:
+def cannot_restart_text(settings: InstanceSettings, coordinator: ProcessFile | None) -> str:
     name = settings.name
     if coordinator is None:
-        refuse_strangers(settings)
+        refuse_unreachable_holder(settings)
         return f"{name} does not run: 'immortal run {name}' starts it"
     return (
         f"the coordinator of {name!r}, process {coordinator.pid}, was started without 'immortal run', so nothing would "
@@ -215,7 +215,7 @@ def nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) -
     )
 
 
-def refuse_strangers(settings: InstanceSettings) -> None:
+def refuse_unreachable_holder(settings: InstanceSettings) -> None:
     """Raise FailedError if a process that can't be asked holds the log, such as one that is just starting by hand."""
     place = place_of(settings.log)
     if place.is_shared and (holder := place.holder()) is not None:
@@ -224,7 +224,7 @@ def refuse_strangers(settings: InstanceSettings) -> None:
         raise FailedError(f"the log of {settings.name!r} is in use by a process that does not answer yet: try again")
 
 
-def _heir(place: Place) -> str | None:
+def _successor(place: Place) -> str | None:
     """Return the host that has the instance now, if any, after a moment for a follower to take over."""
     deadline_s = time.monotonic() + HEIR_S
     while (successor := place.holder()) is None and time.monotonic() < deadline_s:

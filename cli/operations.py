@@ -166,7 +166,7 @@ def pause(registry: Registry, name: str, as_json: bool) -> None:
 
     The app finishes the input that it has already. A restart ends the pause.
     """
-    answer = _ask(registry, name, "pause")
+    answer = _request(registry, name, "pause")
     if as_json:
         echo_json({"name": name, "changed": answer["changed"], "paused": answer["paused"]})
     else:
@@ -179,14 +179,14 @@ def pause(registry: Registry, name: str, as_json: bool) -> None:
 @pass_registry
 def resume(registry: Registry, name: str, as_json: bool) -> None:
     """Resume a paused instance: it handles the input that has waited."""
-    answer = _ask(registry, name, "resume")
+    answer = _request(registry, name, "resume")
     if as_json:
         echo_json({"name": name, "changed": answer["changed"], "was_paused": answer["paused"]})
     else:
         echo(f"{name}: {format_resumed(answer)}")
 
 
-def _ask(registry: Registry, name: str, verb: str) -> Values:
+def _request(registry: Registry, name: str, verb: str) -> Values:
     not_running = f"{name!r} does not run, so there is nothing to {verb}: start it with 'immortal run {name}'"
     return ask_coordinator(registry.load(name), verb, {"who": operator_name()}, not_running=not_running)
 

@@ -213,6 +213,17 @@ def at_least_option(default: int) -> Callable[[Function], Function]:
     )
 
 
+handler_limit_option = click.option(
+    "--handler-limit",
+    "handler_limit_s",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time limit for a handler, after which it counts as one that hangs. The import of a module has a minute.",
+)
+
+
 def debugpy_option(help_text: str) -> Callable[[Function], Function]:
     def checked(ctx: click.Context, parameter: click.Parameter, port: int | None) -> int | None:
         if port is not None and find_spec("debugpy") is None:
@@ -322,7 +333,7 @@ def register_options(function: Function) -> Function:
     return function
 
 
-def said(options: Mapping[str, Any]) -> dict[str, Any]:
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that were given."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -370,7 +381,7 @@ def check_page(option: str, file: Path) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Advance]:
+def progress_bar(description: str) -> Iterator[Advance]:
     """Yield a function that shows progress; call it from one thread at a time. The bar disappears at the end."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
@@ -380,7 +391,7 @@ def progress_bar(what: str) -> Iterator[Advance]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = progress.add_task(what, total=None)
+    task = progress.add_task(description, total=None)
     due_s = time.monotonic() + DELAY_S
 
     def advance(done: int, total: int | None) -> None:

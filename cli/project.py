@@ -172,7 +172,7 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
 
     project, registry = project_of(ctx, path)
     if keep:
-        _keep(project, registry)
+        _run_daemon(project, registry)
         return
     found = background(project)
     was = {} if found is None else found.states
@@ -231,7 +231,7 @@ def _version_gaps(registry: Registry, services: Iterable[ServiceSpec], *, upgrad
     return gaps
 
 
-def _keep(project: Project, registry: Registry) -> None:
+def _run_daemon(project: Project, registry: Registry) -> None:
     from immortal.coordinator.project.background import COMMAND, RELOAD_SIGNAL, ProjectDaemon
 
     signal.signal(RELOAD_SIGNAL, signal.SIG_IGN)  # until there is a handler: the project is read after that anyway

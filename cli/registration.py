@@ -10,7 +10,7 @@ from typing import IO, Any
 import click
 from msgspec import Struct
 
-from immortal.cli.options import name_argument, pass_registry, register_options, said
+from immortal.cli.options import given_options, name_argument, pass_registry, register_options
 from immortal.coordinator.config import AppSendMode, InstanceSettings
 from immortal.coordinator.config.schema import Setting, settings_of
 from immortal.coordinator.instances import own_logs
@@ -30,7 +30,7 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
     from immortal.coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
     from immortal.coordinator.peers import keys
 
-    given = said(options)
+    given = given_options(options)
     if "app_send_mode" in given and "app_send_port" not in given:
         raise click.UsageError("--app-send-mode needs --app-send-port")
     settings = registry.register(name, keyed=True, **given)

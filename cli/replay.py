@@ -24,6 +24,7 @@ from immortal.cli.options import (
     at_least_option,
     check_folder,
     debugpy_option,
+    handler_limit_option,
     name_argument,
     pass_registry,
     progress_bar,
@@ -106,6 +107,7 @@ def _record_at(settings: InstanceSettings, time: Time) -> int:
 @click.option("--lines", is_flag=True, help="Show the app's output, also that of immortal.logger.")
 @click.option("--follow", is_flag=True, help="Keep replaying new records until Ctrl-C or --to.")
 @click.option("--strict", is_flag=True, help="Refuse an app that does what a replay can't repeat.")
+@handler_limit_option
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -123,6 +125,7 @@ def replay(
     lines: bool,
     follow: bool,
     strict: bool,
+    handler_limit_s: float,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -175,6 +178,7 @@ def replay(
             settings=settings,
             code=code,
             ports=app_port,
+            handler_limit_s=handler_limit_s,
         )
         blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
         stop = stack.enter_context(_signals(follow=follow, in_debugger=breaks))
@@ -198,7 +202,10 @@ def replay(
         problem = "" if breaks else proving.problem(name, result)
         if is_own and (shows_state or state_file is not None) and result.failure is None and result.records:
             problem = problem or state_problem(
-                reader, route, AppCommand.of(app, settings=settings, code=code), own.first
+                reader,
+                route,
+                AppCommand.of(app, settings=settings, code=code, handler_limit_s=handler_limit_s),
+                own.first,
             )
         if problem and is_own and (shows_state or state_file is not None):
             raise FailedError(unshowable_state_text(name, problem))
@@ -298,6 +305,7 @@ def why(
 @click.option("--all", "everything", is_flag=True, help="Replay from every kept checkpoint, not only the last.")
 @click.option("--to", "last", type=click.IntRange(min=0), metavar="SEQ", help="End after this record.")
 @at_least_option(0)
+@handler_limit_option
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -311,6 +319,7 @@ def verify(
     everything: bool,
     last: int | None,
     at_least: int,
+    handler_limit_s: float,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -346,7 +355,13 @@ def verify(
                     reader,
                     start,
                     end,
-                    AppCommand.of(chosen, checks_queries=True, settings=settings, ports=app_port),
+                    AppCommand.of(
+                        chosen,
+                        checks_queries=True,
+                        settings=settings,
+                        ports=app_port,
+                        handler_limit_s=handler_limit_s,
+                    ),
                     last_sequence_id=last,
                     receivers=receivers,
                     progress=advance,

@@ -207,9 +207,9 @@ def top(registry: Registry, names: tuple[str, ...], once: bool, sort: str, inter
                 while _watch(fleet, screen, console):
                     os.killpg(0, signal.SIGTSTP)
             return
-        fleet.look(ONCE_WAIT_S)
+        fleet.refresh(ONCE_WAIT_S)
         time.sleep(interval_s)
-        fleet.look(ONCE_WAIT_S)
+        fleet.refresh(ONCE_WAIT_S)
         screen.show(fleet.rows())
         console.print(screen)
 

@@ -23,6 +23,7 @@ from immortal.cli.options import (
     at_least_option,
     check_folder,
     check_page,
+    handler_limit_option,
     instance_name,
     name_argument,
     pass_registry,
@@ -115,6 +116,7 @@ class _WhatIf(click.Command):
     "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="Differences to print in full, at most."
 )
 @at_least_option(1)
+@handler_limit_option
 @click.option("--fleet", is_flag=True, help="Follow changed calls through all services: see what-if --fleet --help.")
 @trust_pickle_option
 @json_option
@@ -132,6 +134,7 @@ def what_if(
     upgrade_to: int | None,
     limit: int,
     at_least: int,
+    handler_limit_s: float,
     fleet: bool,
     trust_pickle: bool,
     as_json: bool,
@@ -153,9 +156,10 @@ def what_if(
         old = OwnCode(old_app) if old_app else code_at_end(settings, reader.summary(), route)
         if old.note:
             echo(f"note: the old side runs {old.note}", err=True)
+        command = partial(AppCommand.of, settings=settings, handler_limit_s=handler_limit_s)
         apps = {
-            Side.OLD: AppCommand.of(old.app, settings=settings, code=old.archive, ports=old_app_port),
-            Side.NEW: AppCommand.of(new_app, settings=settings, code=code, ports=app_port),
+            Side.OLD: command(old.app, code=old.archive, ports=old_app_port),
+            Side.NEW: command(new_app, code=code, ports=app_port),
         }
         blob_paths = {side: Path(folder, side.value) for side in Side}
         try:
@@ -270,14 +274,7 @@ def _duration_ns(ctx: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--check", callback=function_name, metavar="MODULE:FUNCTION", help="Function that checks the services' states."
 )
-@click.option(
-    "--handler-limit",
-    type=click.FloatRange(min=0.1),
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time limit for the messages of a record (then a handler fails) and for a check (then the command fails).",
-)
+@handler_limit_option
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Number of orders to try.")
 @click.option("--details", is_flag=True, help="Add each difference, and calls by the hour, to --json.")
 @click.option("--without", multiple=True, metavar="NAME", help="Service to treat as one without a log; repeatable.")
@@ -338,7 +335,7 @@ def _fleet(
     effects: str,
     answer: str | None,
     check: str | None,
-    handler_limit: float,
+    handler_limit_s: float,
     seeds: int,
     details: bool,
     without: tuple[str, ...],
@@ -407,7 +404,7 @@ def _fleet(
             follow_on = (lambda more: _child(ctx, [*whole, *more])) if consequences else None
             how = dict(changes), duration_ns, page
             sys.exit(run_live(lambda more: _child(ctx, [*own, *more]), *how, consequences=follow_on, as_json=as_json))
-        limits = handler_limit, memory_limit_mib or MEMORY_MIB
+        limits = handler_limit_s, memory_limit_mib or MEMORY_MIB
         sys.exit(run_shadows(registry.home, dict(changes), shadow, code, begin_ns, *limits, trust_pickle))
     cluster = ctx.meta.get("cluster")  # of what_if_spark
     if cluster is None and (status := in_child(ctx, asks=effects == "ask")) is not None:
@@ -420,7 +417,7 @@ def _fleet(
     # The user's modules would print theirs, and handlers for each run.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         if cluster is None:
-            seal_process(handler_limit)
+            seal_process(handler_limit_s)
         of_user = [None if one is None or one in _EFFECTS else load_function(one) for one in (effects, answer, check)]
         outcome = run(
             registry.home,
@@ -428,7 +425,7 @@ def _fleet(
             code=code,
             begin_ns=begin_ns,
             to_ns=end_ns,
-            effects=of_user[0] or (_ask() if effects == "ask" else effects),
+            effects=of_user[0] or (_ask_at_terminal() if effects == "ask" else effects),
             answer=of_user[1],
             check=of_user[2],
             seeds=seeds,
@@ -492,13 +489,13 @@ def _bisect(ctx: click.Context, git_range: str, code: Path, *, is_of_check: bool
     def is_bad(outcome: FleetOutcome) -> bool:
         return outcome.broken is not None if is_of_check else outcome.is_different
 
-    def tell(commit: Commit) -> None:
+    def report_commit(commit: Commit) -> None:
         echo(f"{commit}: {commit.found}{f' ({commit.problem})' if commit.problem else ''}", err=True)
 
     if cluster is None:
-        found = bisect(code, git_range, lambda commits: map(trial, commits), is_bad, tell)
+        found = bisect(code, git_range, lambda commits: map(trial, commits), is_bad, report_commit)
     else:
-        found = bisect(code, git_range, partial(cluster.trials, code), is_bad, tell, at_once=cluster.at_once)
+        found = bisect(code, git_range, partial(cluster.trials, code), is_bad, report_commit, at_once=cluster.at_once)
     what = "breaks the check" if is_of_check else "makes a difference"
     if as_json:
         echo_json(msgspec.to_builtins(found))
@@ -524,7 +521,7 @@ def _without(arguments: list[str], options: tuple[str, ...], flags: tuple[str, .
     return kept
 
 
-def _ask() -> Answer:
+def _ask_at_terminal() -> Answer:
     """Return a function that asks at the terminal for the results of effects, once for equal ones."""
     from immortal.replay.fleet.model import NoResultError
 

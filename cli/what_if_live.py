@@ -49,7 +49,7 @@ class _Given(msgspec.Struct):
 def run_shadows(
     home: Path,
     changes: Mapping[str, str],
-    given: str,
+    order_json: str,
     code: Path | None,
     begin_ns: int | None,
     handler_limit_s: float,
@@ -59,7 +59,7 @@ def run_shadows(
     """Run the shadows in this process until SIGTERM; write what they find to stdout, a JSON object a line."""
     from immortal.replay.fleet.player import seal_process
 
-    order, over = decode_json(given.encode(), type=_Given), threading.Event()
+    order, over = decode_json(order_json.encode(), type=_Given), threading.Event()
     signal.signal(signal.SIGTERM, lambda *of: over.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the process that started this one says when to end
     os.nice(NICENESS)
@@ -140,7 +140,7 @@ class _Live:
 
     def watch(self, how: dict[str, Any], note: int, over: threading.Event) -> None:
         """Run one process of the shadows until its end. Raises FailedError if another one would be no better."""
-        said: deque[bytes] = deque(maxlen=SAID_LINES_MAX)
+        error_lines: deque[bytes] = deque(maxlen=SAID_LINES_MAX)
         lines: queue.Queue[bytes | None] = queue.Queue(maxsize=1000)
         pipe = subprocess.PIPE
         with subprocess.Popen(**how, stdout=pipe, stderr=pipe, pass_fds=(note,)) as process:
@@ -148,7 +148,7 @@ class _Live:
             assert process.stderr is not None
             readers = [
                 threading.Thread(target=_read, args=(process.stdout, lines.put), daemon=True),
-                threading.Thread(target=_read, args=(process.stderr, said.append), daemon=True),
+                threading.Thread(target=_read, args=(process.stderr, error_lines.append), daemon=True),
             ]
             for reader in readers:
                 reader.start()
@@ -157,7 +157,7 @@ class _Live:
                 while (line := self._next(lines)) is not None:
                     if line.endswith(b"\n"):  # else its process died
                         self._show(decode_json(line, type=Event))
-                    self._tell()
+                    self._show_progress()
                     if over.is_set() and not asked_s:
                         asked_s = time.monotonic()
                         process.terminate()
@@ -173,7 +173,7 @@ class _Live:
                 status = process.wait()
             readers[1].join(STOP_S)
         if not over.is_set():
-            self._ended(status, [line.decode("utf-8", "replace").rstrip() for line in said if line], note)
+            self._report_end(status, [line.decode("utf-8", "replace").rstrip() for line in error_lines if line], note)
 
     def _next(self, lines: queue.Queue[bytes | None]) -> bytes | None:
         try:
@@ -181,11 +181,13 @@ class _Live:
         except queue.Empty:
             return b""
 
-    def _ended(self, status: int, said: list[str], note: int) -> None:
+    def _report_end(self, status: int, error_lines: list[str], note: int) -> None:
         """Say at which record the process has ended, and which code did it."""
         at = os.pread(note, NOTE_SIZE_BYTES, 0).decode().split()
-        hangs = any(line.startswith("Timeout (") for line in said)
-        reason = said[-1] if said else f"the code ends its process before its first record (status {status})"
+        hangs = any(line.startswith("Timeout (") for line in error_lines)
+        reason = (
+            error_lines[-1] if error_lines else f"the code ends its process before its first record (status {status})"
+        )
         if not at or reason.startswith("error: "):
             raise FailedError(reason.removeprefix("error: "))
         name, record, side = at[0], int(at[1]), at[2]
@@ -197,10 +199,10 @@ class _Live:
             self._show(Found(name, "ends", name, "", record, None, time.time_ns(), 0.0, text))
         again = f"record {record}: {text}; it begins again at the next checkpoint"
         self._show(Note(name, again, follows=False))
-        self.report.restarts(name, record)
+        self.report.note_restart(name, record)
 
     def _show(self, event: Event) -> None:
-        text = self.report.take(event)
+        text = self.report.add(event)
         if self._timer is not None and all(self.report.following.values()):
             self._timer.daemon = True
             self._timer.start()
@@ -208,20 +210,20 @@ class _Live:
         if isinstance(event, Found):
             self._is_new = True
             if self._runs is not None:
-                self._runs.want(event.time_ns)
+                self._runs.request_run(event.time_ns)
         if self._as_json and not isinstance(event, Progress):
             echo_json(msgspec.to_builtins(event))
         elif text:
             echo(text)
 
     def _show_outcome(self, outcome: FleetOutcome | str) -> None:
-        self.report.take_outcome(outcome)
+        self.report.set_outcome(outcome)
         if self._as_json:
             echo_json({"type": "consequences", "outcome": msgspec.to_builtins(outcome)})
         else:
             echo_lines(self.report.outcome_lines())
 
-    def _tell(self) -> None:
+    def _show_progress(self) -> None:
         """Write the page and a summary from time to time."""
         if self._runs is not None and (outcome := self._runs.poll()) is not None:
             self._is_new = True
@@ -231,7 +233,7 @@ class _Live:
         if is_due:
             self._summary_s = now_s
             if self._as_json:
-                self._tell_totals()
+                self._print_totals()
             elif sys.stderr.isatty():
                 echo(self.report.line, err=True)
         if is_due or (self._is_new and now_s - self._page_s >= PAGE_S):
@@ -243,7 +245,7 @@ class _Live:
         if self._page is not None:
             write_whole(self._page, self.report.page())
 
-    def _tell_totals(self) -> None:
+    def _print_totals(self) -> None:
         for one in self.report.totals:
             echo_json(msgspec.to_builtins(one))
 
@@ -252,7 +254,7 @@ class _Live:
         if self._runs is not None:
             self._runs.close()
         if self._as_json:
-            self._tell_totals()
+            self._print_totals()
         else:
             echo_lines(self.report.lines())
         self._write_page()
@@ -269,20 +271,20 @@ class _FleetRuns:
         self._process: subprocess.Popen[Any] | None = None
         self._files: list[IO[bytes]] = []  # its output and its errors
         self._first_ns: int | None = None
-        self._is_wanted = False
-        self._begun_s = self._due_s = 0.0
+        self._is_requested = False
+        self._started_s = self._due_s = 0.0
 
-    def want(self, time_ns: int) -> None:
+    def request_run(self, time_ns: int) -> None:
         """Ask for a run, with a difference of that time in it."""
-        self._is_wanted = True
+        self._is_requested = True
         self._first_ns = min(time_ns, self._first_ns or time_ns)
 
     def poll(self) -> FleetOutcome | str | None:
         """Begin a run if one is due; return the outcome of one that has ended, or why there is none."""
         now_s = time.monotonic()
         if self._process is None:
-            if self._is_wanted and self._first_ns is not None and now_s >= self._due_s:
-                self._is_wanted, self._begun_s = False, now_s
+            if self._is_requested and self._first_ns is not None and now_s >= self._due_s:
+                self._is_requested, self._started_s = False, now_s
                 begin = datetime.fromtimestamp(self._first_ns / 1e9, UTC).isoformat()
                 self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
                 how = self._start(["--from", begin])
@@ -291,14 +293,14 @@ class _FleetRuns:
             return None
         if (status := self._process.poll()) is None:
             return None
-        self._due_s = now_s + max(FLEET_RUN_S, FLEET_RUN_SHARE * (now_s - self._begun_s))
+        self._due_s = now_s + max(FLEET_RUN_S, FLEET_RUN_SHARE * (now_s - self._started_s))
         for file in self._files:
             file.seek(0)
-        output, said = (file.read() for file in self._files)
+        output, error_lines = (file.read() for file in self._files)
         self.close()
         if status in (0, DIFFERENT):
             return decode_json(output, type=FleetOutcome)
-        lines = said.decode("utf-8", "replace").splitlines() or [f"status {status}"]
+        lines = error_lines.decode("utf-8", "replace").splitlines() or [f"status {status}"]
         return lines[-1].removeprefix("error: ")
 
     def close(self) -> None:

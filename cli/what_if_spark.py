@@ -24,8 +24,8 @@ from immortal.pipeline.cli import (
     Run,
     home_argument,
     open_spark,
+    print_unreadable,
     require_packages,
-    say_unreadable,
     spark_options,
 )
 from immortal.presenters.what_if import DIFFERENT
@@ -72,7 +72,7 @@ def propagate(ctx: click.Context, /, home: Path, run: Run, **options: Any) -> No
         ctx.invoke(_fleet, **options, as_json=run.as_json)
     except SystemExit as end:
         if not run.as_json:
-            say_unreadable(cluster.unreadable)
+            print_unreadable(cluster.unreadable)
         sys.exit(end.code or (UNREADABLE if cluster.unreadable else 0))
 
 
@@ -190,7 +190,7 @@ class Cluster:
             return {}
         spark, shown = self._spark
         env = {"PYTHONHASHSEED": "0"}  # else each starts a process of its own for it
-        done = map(_outcome, run_tasks(spark, self._home, tasks, env=env, watch=partial(shown.say, name)))
+        done = map(_outcome, run_tasks(spark, self._home, tasks, env=env, watch=partial(shown.show_step, name)))
         found: dict[str, FleetOutcome | ReplayError] = {}
         for label in codes:
             outcomes = list(islice(done, len(parts)))

@@ -48,7 +48,7 @@ def register(home: Path, name: str, *options: str) -> None:
 class Instance:
     """Supervisor with its two processes, which are known from its log lines.
 
-    ``folder``: where its app is. ``word``: such as "settled", if its app prints lines like "settled: 12"; ``count`` is
+    ``folder``: where its app is. ``unit``: such as "settled", if its app prints lines like "settled: 12"; ``count`` is
     the highest number so far. ``inside``: wraps the command.
     """
 
@@ -59,7 +59,7 @@ class Instance:
         home: Path,
         folder: Path,
         environment: Mapping[str, str],
-        word: str = "",
+        unit: str = "",
         inside: Callable[[Sequence[str]], Sequence[str]] = lambda command: command,
     ) -> None:
         self.name = name
@@ -69,7 +69,7 @@ class Instance:
         self.starts = 0  # of the two processes
         self.ready = 0  # the last of the starts that has become ready
         self._command = inside([*immortal(home), "run", name, app, "--restart", "--log-format", "json"])
-        self._folder, self._environment, self._word = folder, environment, word
+        self._folder, self._environment, self._unit = folder, environment, unit
         self.count = 0
         self._readers: list[threading.Thread] = []
         self._killed: list[tuple[Kill, float, int]] = []  # not recovered from: the kill, when, and the starts then
@@ -82,20 +82,20 @@ class Instance:
             cwd=self._folder,
             env=self._environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if self._word else None,
+            stdout=subprocess.PIPE if self._unit else None,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
             process_group=0,
         )
-        for work in (self._read_log, *([self._read_output] if self._word else [])):
+        for work in (self._read_log, *([self._read_output] if self._unit else [])):
             self._readers.append(threading.Thread(target=work, args=(self.supervisor,), daemon=True))
             self._readers[-1].start()
 
     def _read_output(self, supervisor: subprocess.Popen[str]) -> None:
         assert supervisor.stdout is not None
         for line in supervisor.stdout:
-            if counted := re.fullmatch(rf"{self._word}: (\d+)\n", line):
+            if counted := re.fullmatch(rf"{self._unit}: (\d+)\n", line):
                 self.count = max(self.count, int(counted[1]))
 
     def _read_log(self, supervisor: subprocess.Popen[str]) -> None:
@@ -188,45 +188,45 @@ class Instance:
 class Keeper:
     """Keeper of a process: it starts another one, ``pause_s`` after each death, until :meth:`end`.
 
-    ``command``: returns the arguments of the next one. ``heard`` gets the lines that they print. A death with another
+    ``command``: returns the arguments of the next one. ``on_line`` gets the lines that they print. A death with another
     status than ``dies_with`` is the last one.
     """
 
     def __init__(
         self,
         command: Callable[[], Sequence[str]],
-        heard: Callable[[str], None],
+        on_line: Callable[[str], None],
         *,
         environment: Mapping[str, str] | None = None,
         pause_s: float = 0.0,
         dies_with: int | None = None,
     ) -> None:
         self.deaths = 0
-        self._command, self._heard, self._environment = command, heard, environment
+        self._command, self._on_line, self._environment = command, on_line, environment
         self._pause_s, self._dies_with = pause_s, dies_with
-        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._stopping, self._lock = threading.Event(), threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._thread = threading.Thread(target=self._keep)
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         while True:
             with self._lock:
-                if self._ended.is_set():
+                if self._stopping.is_set():
                     return
                 self._process = subprocess.Popen(
                     self._command(), env=self._environment, stdout=subprocess.PIPE, text=True
                 )
             assert self._process.stdout is not None
             for line in self._process.stdout:
-                self._heard(line.strip())
+                self._on_line(line.strip())
             status = self._process.wait()
-            if self._ended.wait(self._pause_s) or self._dies_with not in (None, status):
+            if self._stopping.wait(self._pause_s) or self._dies_with not in (None, status):
                 return
             self.deaths += 1
 
     @property
-    def keeps(self) -> bool:
+    def is_running(self) -> bool:
         """False after the last death."""
         return self._thread.is_alive()
 
@@ -236,7 +236,7 @@ class Keeper:
                 self._process.kill()
 
     def end(self) -> None:
-        self._ended.set()
+        self._stopping.set()
         self.kill()
         self._thread.join()
 
@@ -263,23 +263,23 @@ def draw_kills(count: int, total: int, names: Iterable[str], roles: Sequence[str
 
 def run(
     names: Iterable[str],
-    make: Callable[[str], Instance],
-    word: str,
+    start_instance: Callable[[str], Instance],
+    unit: str,
     counters: Sequence[str],
     total: int,
     kills: Iterable[Kill],
 ) -> float:
     """Run until ``counters``, some of the instances, have each counted up to ``total``, and all are stopped.
 
-    ``make`` starts a registered instance. ``word``: what is counted. Returns the seconds until all was counted. Raises
-    RunError.
+    ``start_instance`` starts a registered instance. ``unit``: what is counted. Returns the seconds until all was
+    counted. Raises RunError.
     """
     instances: dict[str, Instance] = {}
     try:
         began_s = time.monotonic()
         for name in names:
-            instances[name] = make(name)
-        _until_counted(instances, [instances[name] for name in counters], word, total, list(kills))
+            instances[name] = start_instance(name)
+        _until_counted(instances, [instances[name] for name in counters], unit, total, list(kills))
         elapsed_s = time.monotonic() - began_s
         for instance in instances.values():
             instance.stop()
@@ -290,11 +290,11 @@ def run(
 
 
 def _until_counted(
-    instances: Mapping[str, Instance], counters: Sequence[Instance], word: str, total: int, kills: list[Kill]
+    instances: Mapping[str, Instance], counters: Sequence[Instance], unit: str, total: int, kills: list[Kill]
 ) -> None:
     columns = (TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        bar, kills_bar = progress.add_task(word, total=total), progress.add_task("kills", total=len(kills))
+        bar, kills_bar = progress.add_task(unit, total=total), progress.add_task("kills", total=len(kills))
         moved_s, before = time.monotonic(), -1
         while (count := min(one.count for one in counters)) < total or kills:
             for kill in list(kills):

@@ -167,7 +167,7 @@ def open_spark(
         spark = session(run.master, f"immortal pipeline {name}", **run.settings)
         try:
             shown.watch(spark)
-            shown.say(step)
+            shown.show_step(step)
             yield spark, shown
         finally:
             if not was_running:
@@ -210,7 +210,7 @@ def export(paths: list[str], folder: Path, tables: str | None, url: str | None, 
         store = open_store(url)
     job.prepare(fleet, folder, names)
     with open_spark(run, "export", "exporting", fleet.sources, filter(None, [str(folder), url])) as (spark, shown):
-        report = job.export(spark, fleet, folder, names, shown.say, store)
+        report = job.export(spark, fleet, folder, names, shown.show_step, store)
     _finish(run, asdict(report), export_lines(report, folder), report.unreadable)
 
 
@@ -467,11 +467,11 @@ def _finish(
         echo_json(values)
     else:
         echo_lines(lines)
-        say_unreadable(unreadable)
+        print_unreadable(unreadable)
     sys.exit(status if status is not None else FOUND if found else UNREADABLE if unreadable else 0)
 
 
-def say_unreadable(unreadable: Sequence[Unreadable]) -> None:
+def print_unreadable(unreadable: Sequence[Unreadable]) -> None:
     if unreadable:
         echo(f"NOT READ, or not to the end: {counted(len(unreadable), 'log')}")
     echo_lines(f"  {each.log}: {each.text}" for each in unreadable[:_UNREADABLE_SHOWN_MAX])
@@ -483,16 +483,16 @@ def say_unreadable(unreadable: Sequence[Unreadable]) -> None:
 
 
 class Progress:
-    """Status line: the step that ``say`` named, and how many of Spark's tasks are done, or which."""
+    """Status line: the step that ``show_step`` named, and how many of Spark's tasks are done, or which."""
 
     def __init__(self) -> None:
         self._step = "starting Spark"
-        self._ended: Callable[[], Sequence[str]] = list
+        self._finished: Callable[[], Sequence[str]] = list
         self._spark: SparkSession | None = None
 
-    def say(self, step: str, ended: Callable[[], Sequence[str]] = list) -> None:
+    def show_step(self, step: str, finished: Callable[[], Sequence[str]] = list) -> None:
         self._step = step
-        self._ended = ended
+        self._finished = finished
 
     def watch(self, spark: SparkSession) -> None:
         self._spark = spark
@@ -508,9 +508,9 @@ class Progress:
             return self._step
         known = [stage for stage in stages if stage is not None]
         done, total = sum(stage.numCompletedTasks for stage in known), sum(stage.numTasks for stage in known)
-        ended = ", ".join(self._ended()[-_ENDED_SHOWN_MAX:])
+        finished = ", ".join(self._finished()[-_ENDED_SHOWN_MAX:])
         text = f"{self._step}: {done} of {total} tasks" if total else self._step
-        return f"{text} ({ended})" if ended else text
+        return f"{text} ({finished})" if finished else text
 
 
 @contextmanager

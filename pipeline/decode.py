@@ -156,7 +156,7 @@ def decode_trailers(values: Values, headers: Headers, *, with_marks: bool) -> Tr
         usual &= ok & (mark_count >= 0) & (mark_count * _MARK_SIZE_BYTES_MIN <= end - at)
         marks, at = _decode_marks(data, usual, mark_count, at, end)
         usual &= at == end
-    return Trailers(time_ns, of_usual(batches, usual), of_usual(marks, usual))
+    return Trailers(time_ns, usual_rows(batches, usual), usual_rows(marks, usual))
 
 
 def _decode_batches(data: Bytes, usual: Flags, count: Longs, at: Longs, end: Longs) -> tuple[Batches, Longs]:
@@ -223,12 +223,12 @@ def _in_order(steps: list[tuple[Longs, ...]], width: int) -> list[Longs]:
     return [column[order] for column in columns]
 
 
-def of_usual(rows: Rows, usual: Flags) -> Rows:
+def usual_rows(rows: Rows, usual: Flags) -> Rows:
     """Keep the rows whose record is still usual."""
-    return kept(rows, usual[rows.record])
+    return select_rows(rows, usual[rows.record])
 
 
-def kept(rows: Rows, keep: Flags) -> Rows:
+def select_rows(rows: Rows, keep: Flags) -> Rows:
     """Keep the rows that have a flag."""
     if keep.all():
         return rows

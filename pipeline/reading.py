@@ -252,7 +252,7 @@ def whole_range(folder: str) -> LogRange:
     return range_of(open_shared(folder), folder)
 
 
-def one_each(ranges: Iterable[LogRange]) -> list[LogRange]:
+def require_one_each(ranges: Iterable[LogRange]) -> list[LogRange]:
     """Return the ranges. Raises SourceError if two logs belong to one instance."""
     found: dict[str, LogRange] = {}
     for each in ranges:

@@ -56,9 +56,9 @@ def session(master: str = "local[*]", app_name: str = "immortal", **conf: str) -
         return running
     context = SparkContext._active_spark_context
     if context is None:
-        here = _LOOPBACK_MASTER.match(master) is not None
-        settings = {**_EVERYWHERE, **(_ON_THIS_MACHINE if here else {}), **conf}
-        context = _start(master, app_name, settings, here=here)
+        is_local = _LOOPBACK_MASTER.match(master) is not None
+        settings = {**_EVERYWHERE, **(_ON_THIS_MACHINE if is_local else {}), **conf}
+        context = _start(master, app_name, settings, is_local=is_local)
     # pyspark logs each error to stderr as JSON, besides raising it.
     for name in ("DataFrameQueryContextLogger", "SQLQueryContextLogger"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -67,11 +67,11 @@ def session(master: str = "local[*]", app_name: str = "immortal", **conf: str) -
     return spark
 
 
-def _start(master: str, app_name: str, settings: dict[str, str], *, here: bool) -> SparkContext:
+def _start(master: str, app_name: str, settings: dict[str, str], *, is_local: bool) -> SparkContext:
     java = find_java()
     if java.home is not None:
         os.environ["JAVA_HOME"] = str(java.home)
-    if here:
+    if is_local:
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # workers with the packages of this environment
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     spark_conf = SparkConf(loadDefaults=False).setMaster(master).setAppName(app_name).setAll(list(settings.items()))
@@ -79,7 +79,7 @@ def _start(master: str, app_name: str, settings: dict[str, str], *, here: bool) 
     with tempfile.TemporaryFile() as said:
         try:
             gateway = launch_gateway(spark_conf, {"stderr": said})  # type: ignore[no-untyped-call]
-            if here and gateway.proc is not None:  # None: our starter has started the JVM as well
+            if is_local and gateway.proc is not None:  # None: our starter has started the JVM as well
                 _lower_priority(gateway.proc.pid)
             return SparkContext(conf=spark_conf, gateway=gateway)
         except PySparkRuntimeError as error:

@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 import pyarrow as pa
@@ -28,17 +29,19 @@ from immortal.pipeline.reading import (
     NO_LIMIT,
     Gap,
     LogRange,
+    folder_of,
     log_folders,
-    one_each,
     open_range,
     paths_of,
     read_range,
     registered_apps,
+    require_one_each,
     whole_range,
     within_time,
 )
 from immortal.pipeline.tables import CALLS, TABLES, TableReader
 from immortal.pipeline.typed_calls import TypedCalls
+from immortal.protocol import redaction
 
 if TYPE_CHECKING:
     from immortal.pipeline.writer import Writer
@@ -63,6 +66,7 @@ _OPTIONS = {
         "path",
         "paths",
         "partitionbytes",
+        "plain",
     ),
     *("maxrecordsperbatch", "startingoffset", "committerid"),
 }
@@ -91,9 +95,10 @@ class Options:
     last_ns: int = NO_LIMIT
     method: str = ""  # only its calls
     unloaded: Mapping[str, str] = field(default_factory=dict)  # instance: why its class is not among ``decode``
+    rules: redaction.Rules = field(default_factory=redaction.rules)  # what is not shown
 
     @classmethod
-    def of(cls, options: Mapping[str, str]) -> Options:
+    def parse(cls, options: Mapping[str, str]) -> Options:
         """Check ``options``. Raises SourceError, which names the option, its value and what was expected."""
         for name in options:
             known = name.lower().removeprefix("option.")
@@ -102,9 +107,10 @@ class Options:
         table = options.get("table", "messages")
         if table not in SCHEMAS:
             raise SourceError(f"option table: {table!r}: there are {', '.join(SCHEMAS)}")
-        check = options.get("check", "true").lower()
-        if check not in ("true", "false"):
-            raise SourceError(f"option check: {check!r}: true or false was expected")
+        check, plain = (options.get(name, default).lower() for name, default in (("check", "true"), ("plain", "false")))
+        for name, value in (("check", check), ("plain", plain)):
+            if value not in ("true", "false"):
+                raise SourceError(f"option {name}: {value!r}: true or false was expected")
         decode, method = options.get("decode", ""), options.get("method", "")
         if method and table != "messages":
             raise SourceError(f"option method: {method!r}: it is for the table messages, not for {table!r}")
@@ -130,6 +136,7 @@ class Options:
             _time_ns(options, "toTime", NO_LIMIT, rest_ns=999),  # all of its last microsecond
             method,
             unloaded,
+            redaction.Rules() if plain == "true" else _rules(paths),
         )
 
     @property
@@ -146,7 +153,7 @@ class Options:
     def schema(self) -> StructType:
         return from_arrow_schema(calls.schema) if (calls := self.calls) is not None else SCHEMAS[self.table]
 
-    def takes(self, instance: str) -> bool:
+    def includes(self, instance: str) -> bool:
         """Return True if the options ask for the log of ``instance``."""
         return not self.instances or instance in self.instances
 
@@ -155,6 +162,17 @@ class Options:
         if self.last != NO_LIMIT and wanted.end == NO_LIMIT:
             wanted = wanted.part(wanted.first, open_range(wanted).ends()[1] + 1)
         return within_time(wanted.part(self.first, self.last + 1), self.first_ns, self.last_ns)
+
+
+def _rules(paths: Sequence[str]) -> redaction.Rules:
+    """Return the rules of redaction beside the home of the logs in ``paths``; of another place see redaction.place."""
+    if redaction.FILE_VARIABLE not in os.environ:
+        for path in paths:
+            folder = Path(os.path.abspath(folder_of(path).removeprefix("file:")))
+            for file in (parent / redaction.FILE_NAME for parent in list(folder.parents)[:3]):  # of HOME/NAME/log
+                if file.exists():
+                    return redaction.read(file)
+    return redaction.rules()
 
 
 def _unloaded(targets: Mapping[str, str]) -> dict[str, str]:
@@ -201,7 +219,7 @@ class ImmortalSource(DataSource):
         return "immortal"
 
     def schema(self) -> StructType:
-        schema = Options.of(self.options).schema
+        schema = Options.parse(self.options).schema
         if "provider" not in self.options:
             return schema
         kept = {_KEPT: {name: self.options[name] for name in self.options}}
@@ -209,7 +227,7 @@ class ImmortalSource(DataSource):
 
     def reader(self, schema: StructType) -> Reader:
         self._add_kept(schema)
-        return Reader(Options.of(self.options), schema)
+        return Reader(Options.parse(self.options), schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 (Spark's name)
         self._add_kept(schema)
@@ -245,6 +263,7 @@ class RangeReader:
 
     def read(self, wanted: LogRange) -> Iterator[pa.RecordBatch]:
         options = self.options
+        redaction.use(options.rules)
         if options.table == "checkpoints":
             yield from tables.read(open_range(wanted), wanted, options.check, self.columns)
             return
@@ -293,11 +312,11 @@ class Reader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         options = self._options
-        ranges = one_each(map(whole_range, log_folders(list(options.paths))))
+        ranges = require_one_each(map(whole_range, log_folders(list(options.paths))))
         if missing := options.instances - {each.instance for each in ranges}:
             there = ", ".join(sorted({each.instance for each in ranges})[:20])
             raise SourceError(f"option instance: there is no log of {', '.join(sorted(missing))}: there are {there}")
-        ranges = [each for each in ranges if options.takes(each.instance)]
+        ranges = [each for each in ranges if options.includes(each.instance)]
         if options.table != "checkpoints":
             ranges = [part for each in ranges for part in split(options.narrow(each), options.partition_bytes)]
         return _partitions(ranges, options)
@@ -370,7 +389,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """
 
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
-        self._options = Options.of(options)
+        self._options = Options.parse(options)
         if self._options.table == "checkpoints":
             raise SourceError("the table 'checkpoints' is no stream, it shrinks: read it with spark.read")
         for name in ("fromTime", "toTime"):
@@ -412,8 +431,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if self._target is not None:
                 end = min(end, self._target[each.folder]["next"])
             waiting[each.folder] = max(0, end - place["next"])
-        taken = shares(waiting, limit.max_rows) if isinstance(limit, ReadMaxRows) else waiting
-        for folder, count in taken.items():
+        granted = shares(waiting, limit.max_rows) if isinstance(limit, ReadMaxRows) else waiting
+        for folder, count in granted.items():
             place = places[folder]
             places[folder] = {"committer_id": place["committer_id"], "next": place["next"] + count}
         return places
@@ -435,8 +454,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _read(self._ranges, partition)
 
     def _logs(self) -> list[LogRange]:
-        ranges = one_each(map(whole_range, log_folders(list(self._options.paths), may_be_none=True)))
-        return [each for each in ranges if self._options.takes(each.instance)]
+        ranges = require_one_each(map(whole_range, log_folders(list(self._options.paths), may_be_none=True)))
+        return [each for each in ranges if self._options.includes(each.instance)]
 
     def _first(self, each: LogRange) -> int:
         return max(each.first, self._options.first)
@@ -475,10 +494,10 @@ def _require_there(each: LogRange, end: int) -> None:
 
 def shares(waiting: Mapping[str, int], count_max: int) -> dict[str, int]:
     """Divide ``count_max`` among those who wait: equal parts; the rest of a smaller need goes to the others."""
-    taken: dict[str, int] = {}
+    granted: dict[str, int] = {}
     rest = count_max
     by_need = sorted(waiting.items(), key=lambda item: (item[1], item[0]))
     for index, (name, count) in enumerate(by_need):
-        taken[name] = min(count, -(-rest // (len(by_need) - index)))
-        rest -= taken[name]
-    return taken
+        granted[name] = min(count, -(-rest // (len(by_need) - index)))
+        rest -= granted[name]
+    return granted

@@ -23,6 +23,7 @@ from immortal.appsdk.calls.codec import ArgumentCodec
 from immortal.appsdk.types.registry import find_codec, info_of_form, readable_type, show_custom, type_info
 from immortal.pipeline.arguments import decoder_of, read_arguments, unreadable
 from immortal.pipeline.errors import SourceError
+from immortal.protocol import redaction
 from immortal.protocol.messages import RpcKind
 
 JSON = pa.large_string()  # JSON; Spark has one type for it and for other text, which is pa.string() here
@@ -101,20 +102,20 @@ def _merged(fields: Sequence[pa.Field]) -> dict[str, pa.DataType]:
     return types
 
 
-def fitter(own: pa.DataType, wide: pa.DataType) -> Fit:
-    """Return a converter of plain values of the type ``own`` to what Arrow takes for ``wide``.
+def fitter(narrow: pa.DataType, wide: pa.DataType) -> Fit:
+    """Return a converter of plain values of the type ``narrow`` to what Arrow takes for ``wide``.
 
     It raises what Arrow raises.
     """
-    fit = _fitter(own, wide)
+    fit = _fitter(narrow, wide)
     return lambda value: None if value is None else fit(value)
 
 
-def _fitter(own: pa.DataType, wide: pa.DataType) -> Fit:
+def _fitter(narrow: pa.DataType, wide: pa.DataType) -> Fit:
     if wide == JSON:
         return lambda value: msgspec.json.encode(value).decode()
     if pa.types.is_struct(wide):
-        fits = {field.name: fitter(field.type, wide.field(field.name).type) for field in own}
+        fits = {field.name: fitter(field.type, wide.field(field.name).type) for field in narrow}
 
         def struct(value: Any) -> dict[str, Any]:
             named = value if isinstance(value, dict) else dict(zip(fits, value, strict=False))
@@ -122,10 +123,10 @@ def _fitter(own: pa.DataType, wide: pa.DataType) -> Fit:
 
         return struct
     if pa.types.is_list(wide):
-        item = fitter(own.value_type, wide.value_type)
+        item = fitter(narrow.value_type, wide.value_type)
         return lambda value: list(map(item, value))
     if pa.types.is_map(wide):
-        key, item = fitter(own.key_type, wide.key_type), fitter(own.item_type, wide.item_type)
+        key, item = fitter(narrow.key_type, wide.key_type), fitter(narrow.item_type, wide.item_type)
         return lambda value: [(key(one), item(other)) for one, other in value.items()]
     if pa.types.is_string(wide):
         return lambda value: value if isinstance(value, str) else msgspec.json.encode(value).decode().strip('"')
@@ -143,6 +144,7 @@ def _fitter(own: pa.DataType, wide: pa.DataType) -> Fit:
 class _Version:
     """Handler of the method in one class."""
 
+    name: str
     method_id: int
     codec: ArgumentCodec
     types: Mapping[str, pa.DataType]  # by parameter
@@ -162,7 +164,7 @@ class CallReader:
         self._versions = [
             (
                 version,
-                [(name, columns[name][0], fitter(own, columns[name][1])) for name, own in version.types.items()],
+                [(name, columns[name][0], fitter(narrow, columns[name][1])) for name, narrow in version.types.items()],
             )
             for version in versions
         ]
@@ -180,6 +182,7 @@ class CallReader:
                 try:
                     named = read_arguments(version.codec, rpc_type, arguments)
                     plain = msgspec.to_builtins(named, builtin_types=_PLAIN, enc_hook=show_custom)
+                    plain = redaction.redact(plain, (version.name,), hidden=lambda _: None)
                     return {column: fit(plain.get(parameter)) for parameter, column, fit in fits}
                 except Exception as error:  # a user's types can raise anything for strange bytes
                     reasons.append(unreadable(version.codec, error))
@@ -198,7 +201,7 @@ class TypedCalls:
         chains = {target: decoder_of(target).definition.chain for target in targets}
         self._versions = {
             target: [
-                _version(each.codec(each.handlers[name]), each.handlers[name].method_id)
+                _version(name, each.codec(each.handlers[name]), each.handlers[name].method_id)
                 for each in chain
                 if name in each.handlers and (not cls or cls in [one.name for one in chain])
             ]
@@ -228,8 +231,9 @@ class TypedCalls:
         return CallReader(versions, self._columns, {one.method_id for one in of}, problem)
 
 
-def _version(codec: ArgumentCodec, method_id: int) -> _Version:
+def _version(name: str, codec: ArgumentCodec, method_id: int) -> _Version:
     return _Version(
+        name,
         method_id,
         codec,
         {

@@ -126,8 +126,8 @@ def streams(rows: Iterable[Row]) -> list[Stream]:
     return sorted(found, key=lambda one: (-(one.rate or 0.0), -one.unacknowledged, one.source, one.to))
 
 
-def _stream(source: str, to: str, known: Mapping[str, Row]) -> Stream:
-    sender, receiver = known.get(source), known.get(to)
+def _stream(source: str, to: str, rows: Mapping[str, Row]) -> Stream:
+    sender, receiver = rows.get(source), rows.get(to)
     output = sender.status.get("outputs", {}).get(to, {}) if sender else {}
     times = receiver.times.get(source) if receiver else None
     answered = sender.times.get(to) if sender else None
@@ -148,7 +148,7 @@ class Rates:
     def __init__(self) -> None:
         self._samples: dict[str, list[tuple[float, object, Mapping[Counter, int]]]] = {}
 
-    def of(self, name: str, now_s: float, run: object, counts: Mapping[Counter, int]) -> dict[Counter, float]:
+    def sample(self, name: str, now_s: float, run: object, counts: Mapping[Counter, int]) -> dict[Counter, float]:
         """Take a sample and return the rates. ``run``: changes with each start, after which counters may go back."""
         samples = [*self._samples.get(name, ()), (now_s, run, counts)]
         for _, before, counted in samples[-2:-1]:
@@ -177,23 +177,23 @@ class Fleet:
         fresh_s: float = FRESH_S,
     ) -> None:
         self._registry, self._locked, self._fresh_s = registry, locked, fresh_s
-        self._looking = threading.Condition()  # around the next three; notified when a look is over
+        self._refreshed = threading.Condition()  # around the next three; notified when a look is over
         self._rows: dict[str, Row] = {}  # the last known row of each
-        self._looked_s = -fresh_s
+        self._refreshed_s = -fresh_s
         self._background: threading.Thread | None = None
         self._stopped: dict[str, tuple[float, dict[str, Any]]] = {}
         self._times: dict[str, tuple[float, int, dict[str, StreamTimes]]] = {}  # (when, last record, times)
         self._rates = Rates()
         self._pool = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "fleet")
 
-    def look(self, wait_s: float) -> None:
+    def refresh(self, wait_s: float) -> None:
         """Ask all instances again, in the background, if their rows are old; wait at most ``wait_s`` for the end."""
-        with self._looking:
-            if self._background is None and time.monotonic() - self._looked_s >= self._fresh_s:
-                self._background = threading.Thread(target=self._look, name="fleet", daemon=True)
+        with self._refreshed:
+            if self._background is None and time.monotonic() - self._refreshed_s >= self._fresh_s:
+                self._background = threading.Thread(target=self._refresh, name="fleet", daemon=True)
                 self._background.start()
             if wait_s:
-                self._looking.wait_for(lambda: self._background is None, wait_s)
+                self._refreshed.wait_for(lambda: self._background is None, wait_s)
 
     def rows(self) -> list[Row]:
         """Return the last known rows in the order of names, with a placeholder for an instance not known yet."""
@@ -201,10 +201,10 @@ class Fleet:
             names = self._registry.names()
         except ImmortalError:  # the folder can't be read now
             return []
-        with self._looking:
+        with self._refreshed:
             is_first = not all(name in self._rows for name in names)
-        self.look(FIRST_WAIT_S if is_first else 0.0)
-        with self._looking:
+        self.refresh(FIRST_WAIT_S if is_first else 0.0)
+        with self._refreshed:
             return [self._rows.get(name) or Row(name, "asked just now", "busy") for name in names]
 
     def row(self, name: str) -> Row:
@@ -215,21 +215,21 @@ class Fleet:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         try:
             names = self._registry.names()
-            for done in [self._pool.submit(self._note, name) for name in names]:
+            for done in [self._pool.submit(self._store_row, name) for name in names]:
                 done.result()
         except (ImmortalError, RuntimeError, CancelledError):  # the folder can't be read now; the pool was closed
             names = []
-        with self._looking:
+        with self._refreshed:
             self._rows = {name: self._rows[name] for name in names if name in self._rows}
-            self._looked_s, self._background = time.monotonic(), None
-            self._looking.notify_all()
+            self._refreshed_s, self._background = time.monotonic(), None
+            self._refreshed.notify_all()
 
-    def _note(self, name: str) -> None:
+    def _store_row(self, name: str) -> None:
         row = self._row(name)
-        with self._looking:
+        with self._refreshed:
             self._rows[name] = row
 
     def _row(self, name: str) -> Row:
@@ -252,8 +252,8 @@ class Fleet:
             (status.get("log") or {}).get("used_bytes"),
             [problem.removeprefix(f"{name}: ") for problem in problems(status)],
             status,
-            self._measured(name, status),
-            self._timed(name, status),
+            self._current_rates(name, status),
+            self._current_times(name, status),
         )
 
     def _status(self, name: str) -> dict[str, Any]:
@@ -275,16 +275,16 @@ class Fleet:
         except (ImmortalError, OSError) as error:
             return {"name": name, "phase": UNKNOWN, "state": UNKNOWN, "error": str(error)}
 
-    def _measured(self, name: str, status: dict[str, Any]) -> dict[Counter, float]:
+    def _current_rates(self, name: str, status: dict[str, Any]) -> dict[Counter, float]:
         if "pid" not in status or status["phase"] not in READY:  # a recovery makes again what was counted before
             self._rates.forget(name)
             return {}
         counts = {(RECORDS, ""): status.get("sequence_id", -1) + 1}
         counts |= {(RECEIVED, peer): one.get("position") or 0 for peer, one in status.get("inputs", {}).items()}
         counts |= {(SENT, peer): one.get("position") or 0 for peer, one in status.get("outputs", {}).items()}
-        return self._rates.of(name, time.monotonic(), (status["pid"], status.get("epoch")), counts)
+        return self._rates.sample(name, time.monotonic(), (status["pid"], status.get("epoch")), counts)
 
-    def _timed(self, name: str, status: dict[str, Any]) -> dict[str, StreamTimes]:
+    def _current_times(self, name: str, status: dict[str, Any]) -> dict[str, StreamTimes]:
         """Return the times of messages to an instance, by sender, as its log had them some seconds ago."""
         known_s, last, times = self._times.get(name, (-TIMES_FRESH_S, -1, {}))
         now_s, newest = time.monotonic(), status.get("sequence_id", -1)

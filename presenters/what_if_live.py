@@ -37,7 +37,7 @@ class LiveReport:
         self._outcome: FleetOutcome | str | None = None
         self._outcome_ns = 0
 
-    def take(self, event: Event) -> str:
+    def add(self, event: Event) -> str:
         """Take an event; return the line that it is shown by, "" for none."""
         if isinstance(event, Progress):
             before = self._before[event.service]
@@ -61,12 +61,12 @@ class LiveReport:
         more = "; further ones like this are only counted" if self._lines[key] == LINES_MAX else ""
         return f"{_place(event)}: {event.text} ({event.lag_s:.1f} s later){more}"
 
-    def restarts(self, name: str, behind: int) -> None:
+    def note_restart(self, name: str, behind: int) -> None:
         """Note that another process goes on, with the service ``name`` at a checkpoint after the record ``behind``."""
         self._before = dict(self._now)
         self.marks.setdefault(name, Mark()).behind = behind
 
-    def take_outcome(self, outcome: FleetOutcome | str) -> None:
+    def set_outcome(self, outcome: FleetOutcome | str) -> None:
         """Take what the fleet would have done up to now, or why that is not known."""
         self._outcome, self._outcome_ns = outcome, time.time_ns()
 
@@ -150,6 +150,6 @@ class LiveReport:
 _NUMBERS = ("record", "messages", "same calls", "different", "seconds behind")
 
 
-def _place(one: Found) -> str:
-    message = "" if one.message is None else f", message {one.message}"
-    return f"{one.service}, record {one.record}{message}"
+def _place(found: Found) -> str:
+    message = "" if found.message is None else f", message {found.message}"
+    return f"{found.service}, record {found.record}{message}"

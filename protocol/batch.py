@@ -163,7 +163,7 @@ class CallRules:
             if stride is None or offset + stride > size_bytes:
                 length, stride = self._call_at(payload, offset, index, count)
                 if length > 0:
-                    fronts.keep(payload[offset : offset + length], stride)
+                    fronts.add(payload[offset : offset + length], stride)
                 elif length < 0:
                     negative.append(index)
                     length = 0
@@ -256,7 +256,7 @@ class _Fronts(dict[bytes, int]):
     def __init__(self) -> None:
         self.length = self.other = 0
 
-    def keep(self, front: bytes, stride: int) -> None:
+    def add(self, front: bytes, stride: int) -> None:
         if len(self) >= _CHECKED_FRONTS_MAX:
             self.clear()
         self[front] = stride

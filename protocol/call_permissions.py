@@ -51,13 +51,14 @@ def from_peer(name: str) -> CallRules:
     return CallRules(reports_negative=True, callers=(name,))
 
 
-def from_app(name: str, destination: str, *, speaks: bool) -> CallRules:
+def from_app(name: str, destination: str, *, knows_extensions: bool) -> CallRules:
     """Return the rules for calls from the app of the instance ``name`` to ``destination`` ("": itself).
 
-    ``speaks``: the app follows WIRE.md's part 4.1; if not, its method IDs and arguments are its own matter. An answer
-    has the called method's ID, which its caller chose: so an answer to a refused call can name a reserved method.
+    ``knows_extensions``: the app follows WIRE.md's part 4.1; if not, its method IDs and arguments are its own matter.
+    An answer has the called method's ID, which its caller chose: so an answer to a refused call can name a reserved
+    method.
     """
-    if not speaks:
+    if not knows_extensions:
         return CallRules(negative=destination != CLIENTS)
     if destination in ("", CLIENTS):  # callers are unchecked: it can answer any caller, even without such a call
         return CallRules(negative=destination == "", negative_answers=True)

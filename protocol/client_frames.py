@@ -117,7 +117,7 @@ class ClientFrame(Struct, frozen=True):
     code: int = ClientCode.NONE
     reason: str = ""
 
-    def asked_numbers(self) -> list[int]:
+    def requested_numbers(self) -> list[int]:
         """Return the request numbers in a PING, each once. :func:`decode_client_frame` has checked the payload."""
         return list(dict.fromkeys(number for (number,) in _NUMBER.iter_unpack(self.payload)))
 

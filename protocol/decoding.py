@@ -54,12 +54,12 @@ def guarded(decode: Callable[[Any], T]) -> Callable[[Any], T]:
         except RecursionError:
             raise TooDeepError("it is nested too deeply to be read") from None
         except Exception as error:
-            raise DecodeError(_in_words(error)) from None
+            raise DecodeError(_describe(error)) from None
 
     return guard
 
 
-def _in_words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "there is not enough memory to read it"
     try:

@@ -35,16 +35,16 @@ class Kind(NamedTuple):
     """Kind of extension values: the values of one class.
 
     ``path``: of the class, which is imported when its first value is read. ``form``: the type of the contents.
-    ``parts``: returns the contents of a value; raises ValueError if the value can't be kept. ``make``: builds the value
-    from the class and the contents. ``holds``: the contents are values of any type, as in a list or a dict.
+    ``parts``: returns the contents of a value; raises ValueError if the value can't be kept. ``build``: builds the
+    value from the class and the contents. ``is_container``: the contents are values of any type, as in a list.
     """
 
     letter: bytes
     path: str
     form: Any
     parts: Callable[[Any], Any]
-    make: Callable[[Any, Any], Any]
-    holds: bool = False
+    build: Callable[[Any, Any], Any]
+    is_container: bool = False
 
     @property
     def cls(self) -> Any:
@@ -75,11 +75,11 @@ def encode_extension(value: Any, encode: Encode) -> Ext:
 # --- the kinds --------------------------------------------------------------------------------------------------------
 
 
-def _called(cls: Any, contents: Any) -> Any:
+def _call(cls: Any, contents: Any) -> Any:
     return cls(contents)
 
 
-def _called_with_items(cls: Any, contents: Any) -> Any:
+def _call_with_items(cls: Any, contents: Any) -> Any:
     return cls(*contents)
 
 
@@ -193,13 +193,13 @@ _ADDRESSES = {
 }
 
 KINDS = (
-    Kind(b"T", "builtins.tuple", list[Any], list, _called, holds=True),
-    Kind(b"S", "builtins.set", list[Any], list, _called, holds=True),
-    Kind(b"F", "builtins.frozenset", list[Any], list, _called, holds=True),
-    Kind(b"q", "collections.deque", list[Any], lambda value: [value.maxlen, *value], _deque, holds=True),
-    Kind(b"o", "collections.OrderedDict", dict[Any, Any], dict, _called, holds=True),
-    Kind(b"c", "collections.Counter", dict[Any, Any], dict, _called, holds=True),
-    Kind(b"D", "decimal.Decimal", str, str, _called),
+    Kind(b"T", "builtins.tuple", list[Any], list, _call, is_container=True),
+    Kind(b"S", "builtins.set", list[Any], list, _call, is_container=True),
+    Kind(b"F", "builtins.frozenset", list[Any], list, _call, is_container=True),
+    Kind(b"q", "collections.deque", list[Any], lambda value: [value.maxlen, *value], _deque, is_container=True),
+    Kind(b"o", "collections.OrderedDict", dict[Any, Any], dict, _call, is_container=True),
+    Kind(b"c", "collections.Counter", dict[Any, Any], dict, _call, is_container=True),
+    Kind(b"D", "decimal.Decimal", str, str, _call),
     Kind(b"d", "datetime.date", str, methodcaller("isoformat"), lambda cls, text: cls.fromisoformat(text)),
     Kind(b"m", "datetime.datetime", _Moment, _moment_parts, _moment),
     Kind(b"t", "datetime.time", _Moment, _moment_parts, _moment),
@@ -208,13 +208,13 @@ KINDS = (
         "datetime.timedelta",
         tuple[int, int, int],
         attrgetter("days", "seconds", "microseconds"),
-        _called_with_items,
+        _call_with_items,
     ),
     Kind(b"u", "uuid.UUID", bytes, attrgetter("bytes"), lambda cls, data: cls(bytes=data)),
-    Kind(b"x", "builtins.complex", float | str, str, _called),
-    Kind(b"r", "builtins.range", tuple[int, int, int], attrgetter("start", "stop", "step"), _called_with_items),
+    Kind(b"x", "builtins.complex", float | str, str, _call),
+    Kind(b"r", "builtins.range", tuple[int, int, int], attrgetter("start", "stop", "step"), _call_with_items),
     Kind(b"f", "fractions.Fraction", int | str | tuple[int, int], _fraction_parts, _fraction),
-    Kind(b"z", "zoneinfo.ZoneInfo", str, _zone_name, _called),
+    Kind(b"z", "zoneinfo.ZoneInfo", str, _zone_name, _call),
     Kind(b"p", "re.Pattern", str | dict[str, Any], _pattern_parts, _pattern),
     Kind(
         b"P",
@@ -223,7 +223,7 @@ KINDS = (
         attrgetter("_encoded"),
         lambda cls, contents: cls._decoded(*contents),
     ),
-    *(Kind(letter, f"ipaddress.{name}", str, str, _called) for letter, name in _ADDRESSES.items()),
+    *(Kind(letter, f"ipaddress.{name}", str, str, _call) for letter, name in _ADDRESSES.items()),
 )
 _BY_PATH = {kind.path: kind for kind in KINDS}
 _BY_LETTER = {kind.letter: kind for kind in KINDS}
@@ -253,7 +253,7 @@ def _read(letter: bytes, content: bytes, hook: Hook) -> Any:
         return int.from_bytes(content, "big", signed=True)
     if (kind := _BY_LETTER.get(letter)) is None:
         raise ValidationError(f"an extension value of the kind {letter!r}: this version knows none such")
-    return kind.make(kind.cls, converted(decoding.decode(content, ext_hook=hook), kind.form))
+    return kind.build(kind.cls, converted(decoding.decode(content, ext_hook=hook), kind.form))
 
 
 def converted(plain: Any, form: Any, dec_hook: Callable[[Any, Any], Any] | None = None) -> Any:

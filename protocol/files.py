@@ -105,7 +105,7 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
 
 
-def openness(folder: Path) -> str | None:
+def describe_open_access(folder: Path) -> str | None:
     """Describe the risk of a folder in which others can create and replace files; None if there is none."""
     try:
         mode = folder.stat().st_mode & 0o777
@@ -211,7 +211,7 @@ class ProcessFile(msgspec.Struct, frozen=True, kw_only=True):
 P = TypeVar("P", bound=ProcessFile)
 
 
-def own_fields() -> dict[str, Any]:
+def current_process_fields() -> dict[str, Any]:
     """Return the fields that describe this process."""
     pid = os.getpid()
     return {
@@ -233,7 +233,7 @@ def read(path: Path, kind: type[P]) -> P | None:
 def withdraw(path: Path) -> None:
     """Remove a process file, unless it is another process's by now. Raises OSError."""
     found = read(path, ProcessFile)
-    if found is not None and found.pid == os.getpid() and is_near(found):
+    if found is not None and found.pid == os.getpid() and shares_pid_namespace(found):
         path.unlink(missing_ok=True)
 
 
@@ -243,13 +243,13 @@ def read_living(path: Path, kind: type[P]) -> P | None:
     return found if found is not None and is_living(found) else None
 
 
-def is_near(process: ProcessFile) -> bool:
+def shares_pid_namespace(process: ProcessFile) -> bool:
     """Return False for a process of another PID namespace, such as another container's: its ID has no meaning here."""
     return process.pid_namespace in (0, _pid_namespace())
 
 
 def is_living(process: ProcessFile) -> bool:
-    if process.control and not is_near(process):
+    if process.control and not shares_pid_namespace(process):
         return _is_listened_at(process.control)
     ticks = _start_ticks(process.pid)
     return ticks is not None and process.process_start_ticks in (0, ticks)

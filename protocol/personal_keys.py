@@ -20,7 +20,7 @@ import msgspec
 
 from immortal.protocol import decoding, shared_registry
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import make_folder, opened, openness, replace_file, sync_folder
+from immortal.protocol.files import describe_open_access, make_folder, opened, replace_file, sync_folder
 from immortal.protocol.shared_registry import HOME_DEFAULT, HOME_VARIABLE, is_url
 
 KEYS_VARIABLE = "IMMORTAL_PERSONAL_KEYS"
@@ -103,7 +103,7 @@ def find_or_create(subject: str) -> Person:
     made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         make_folder(path.parent)
-        if problem := openness(path.parent):
+        if problem := describe_open_access(path.parent):
             raise PersonalKeyError(problem)
         replace_file(made, msgspec.json.encode(Person(subject, secrets.token_hex(_KEY_SIZE_BYTES))), is_synced=True)
         with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
@@ -144,7 +144,7 @@ def destroy(subject: str, date: str) -> Person | None:
     return old
 
 
-def everyone() -> Iterator[Person]:
+def all_persons() -> Iterator[Person]:
     """Yield all persons, sorted by the hash of their IDs. Raises PersonalKeyError."""
     place = folder()
     try:
@@ -157,7 +157,7 @@ def everyone() -> Iterator[Person]:
 
 
 @contextlib.contextmanager
-def none_made() -> Iterator[None]:
+def without_new_keys() -> Iterator[None]:
     """Make no keys inside the block, as in a replay."""
     is_replay = NOTES_VARIABLE in os.environ
     os.environ.setdefault(NOTES_VARIABLE, os.devnull)
@@ -183,7 +183,7 @@ def read_notes(notes: Path) -> list[str]:
     return []
 
 
-def is_left(subject: str) -> bool:
+def has_leftover_key(subject: str) -> bool:
     """Return True if a crash has left the key of a forgotten person on the disk."""
     return _destroyed(subject).exists()
 

@@ -90,7 +90,7 @@ class Pieces:
         self._offset += size_bytes
         self.size_bytes -= size_bytes
 
-    def take_some(self, size_bytes_max: int) -> bytes:
+    def pop_piece(self, size_bytes_max: int) -> bytes:
         """Take up to ``size_bytes_max`` bytes, as many as are in one piece."""
         if self._offset == len(self._front) and self._rest:
             self.view(1)
@@ -120,7 +120,7 @@ class _Reader:
         left = self._blob_left_bytes
         if left is None or (left and not self._pieces.size_bytes):
             return None
-        data = self._pieces.take_some(left)
+        data = self._pieces.pop_piece(left)
         left -= len(data)
         self._blob_left_bytes = left or None
         return BlobData(data, last=not left)
@@ -152,7 +152,7 @@ class MessageReader(_Reader):
             return self._next_blob_data()
         pieces = self._pieces
         while self._skip_left_bytes and pieces.size_bytes:
-            self._skip_left_bytes -= len(pieces.take_some(self._skip_left_bytes))
+            self._skip_left_bytes -= len(pieces.pop_piece(self._skip_left_bytes))
         if self._batch_left_bytes == 0 and not self._skip_left_bytes:
             self._end_batch()
         available = pieces.size_bytes
@@ -172,7 +172,7 @@ class MessageReader(_Reader):
                 if message_type == MessageType.RPC_BATCH:
                     return self._begin_batch(size_of_size, size_bytes)
                 if message_type == MessageType.RPC and size_bytes > self._rpc_size_bytes_max:
-                    return self._pass_over(size_of_size, size_bytes)
+                    return self._skip_rpc(size_of_size, size_bytes)
                 if message_type != MessageType.RPC and size_bytes > self._message_size_bytes_max:
                     raise LimitExceededError("a message", size_bytes, self._message_size_bytes_max)
         elif size_bytes > self._message_size_bytes_max:
@@ -199,7 +199,7 @@ class MessageReader(_Reader):
             raise RemoteProtocolError(f"a message gives its size as {size_bytes}, at least 1 was expected")
         return start - offset, size_bytes
 
-    def _pass_over(self, size_of_size: int, size_bytes: int) -> TooLargeRpc | None:
+    def _skip_rpc(self, size_of_size: int, size_bytes: int) -> TooLargeRpc | None:
         front_bytes = size_of_size + 1 + RPC_FRONT_SIZE_BYTES_MAX
         if self._pieces.size_bytes < front_bytes:
             return None
@@ -233,7 +233,7 @@ class MessageReader(_Reader):
             raise RemoteProtocolError(f"a message of {size_bytes} bytes runs past the end of its RPCBatch")
         most = self._rpc_size_bytes_max or 0
         if size_bytes > most:
-            passed = self._pass_over(size_of_size, size_bytes)
+            passed = self._skip_rpc(size_of_size, size_bytes)
             if passed is not None:
                 self._batch_left_bytes = left - whole
                 self._batch_seen += 1

@@ -32,7 +32,7 @@ def safe_repr(value: object) -> str:
         return hex(value) if isinstance(value, int) else f"<a {type(value).__name__} with an integer of many digits>"
 
 
-def one_word(value: object) -> str:
+def logfmt_value(value: object) -> str:
     """Return ``value`` for a line of KEY=VALUE: text that is no single word as JSON, a float with three places."""
     if isinstance(value, float):
         return f"{value:.3f}".rstrip("0").rstrip(".")
@@ -81,11 +81,11 @@ def _json_character(character: str) -> str:
     return json.dumps(character)[1:-1]
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ": did you mean 'x'?" if ``word`` looks like a known one, else ""."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ": did you mean 'x'?" if ``name`` looks like a known one, else ""."""
     import difflib  # imported here: wrong words are rare
 
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f": did you mean {close[0]!r}?" if close else ""
 
 
@@ -117,7 +117,7 @@ class RateLimit:
 
     def admit(self, kind: Hashable, now_ns: int) -> int | None:
         """Return the number of lines of ``kind`` left out since the last one; None if this one must be left out too."""
-        known = self._known(kind, now_ns)
+        known = self._kind(kind, now_ns)
         if known.due_ns - self._credit_ns > now_ns:
             known.left_out += 1
             return None
@@ -133,7 +133,7 @@ class RateLimit:
         """Return the kind under which ``kind`` is counted: itself, or OTHERS."""
         return kind if kind in self._kinds else OTHERS
 
-    def _known(self, kind: Hashable, now_ns: int) -> _Kind:
+    def _kind(self, kind: Hashable, now_ns: int) -> _Kind:
         known = self._kinds.get(kind)
         if known is None:
             if len(self._kinds) > KINDS_MAX:

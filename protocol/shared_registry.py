@@ -46,8 +46,8 @@ ORIGIN_FILE_NAME = ".origin"
 SETTINGS, PUBLIC_KEYS, UPGRADE, ENDPOINT = "settings", "public_keys", "upgrade", "endpoint"
 LEASES_CHANNEL = "immortal"  # of immortal.coordinator.log.backends.postgres.connections
 CHANNEL = "immortal_registry"
-LOOK_S = 1.0  # between two pulls if the database announces nothing
-AGAIN_S = 0.5  # between two attempts to reach a database that does not answer
+POLL_S = 1.0  # between two pulls if the database announces nothing
+RETRY_S = 0.5  # between two attempts to reach a database that does not answer
 LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
 _CHANGES = 0x72656769  # advisory lock for changes
 _FILE_NAMES = {PUBLIC_KEYS: "public_keys", UPGRADE: "upgrade.json", ENDPOINT: "endpoint"}
@@ -89,7 +89,7 @@ def folder_of(home: str | os.PathLike[str] | None) -> Path:
     home = home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT
     if not isinstance(home, str) or not is_url(home):
         return Path(home).absolute()
-    copy = _begun(home, Path(os.environ.get(LOCAL_VARIABLE) or HOME_DEFAULT).absolute())
+    copy = _open_copy(home, Path(os.environ.get(LOCAL_VARIABLE) or HOME_DEFAULT).absolute())
     copy.refresh()
     return copy.folder
 
@@ -130,7 +130,7 @@ def path_in(folder: Path, name: str, part: str) -> Path:
     return folder / (f"{name}.toml" if part == SETTINGS else f"{name}/{_FILE_NAMES[part]}")
 
 
-def _begun(url: str, folder: Path) -> Copy:
+def _open_copy(url: str, folder: Path) -> Copy:
     """Return the copy of ``url`` in ``folder``. Raises SharedHomeError if the folder holds something else."""
     if not url.startswith("postgresql://"):
         raise SharedHomeError(f"{url!r} is no place of a registry: a folder was expected, or postgresql://...")
@@ -150,7 +150,7 @@ def _begun(url: str, folder: Path) -> Copy:
         )
     if copy.url != url:  # the same database with another role
         copy.url = url
-        copy.begin()
+        copy.mark_folder()
     return copy
 
 
@@ -167,8 +167,8 @@ class Copy:
         self._lock = threading.RLock()
         self._connection: Connection[tuple[Any, ...]] | None = None  # of the change in progress
         self._seen: tuple[object, ...] | None = None
-        self._keeping: _Keeping | None = None
-        self._keepers = 0
+        self._sync_thread: _SyncThread | None = None
+        self._sync_users = 0
 
     def path(self, name: str, part: str) -> Path:
         return path_in(self.folder, name, part)
@@ -191,7 +191,7 @@ class Copy:
             return None
         return next(iter(_lease(self.path(name, ENDPOINT))), None)
 
-    def begin(self) -> None:
+    def mark_folder(self) -> None:
         """Mark the folder as a copy. Raises OSError."""
         replace_file(self.folder / ORIGIN_FILE_NAME, f"{self.url}\n{self.machine}\n".encode(), mode=PUBLIC_FILE_MODE)
 
@@ -199,7 +199,7 @@ class Copy:
 
     def refresh(self) -> None:
         """Update the copy. If a copy exists and the database does not answer, set ``problem`` instead of raising."""
-        if self._keeping is not None:
+        if self._sync_thread is not None:
             return
         try:
             with self._connected() as connection:
@@ -244,8 +244,8 @@ class Copy:
             if not connection.closed:
                 connection.isolation_level = None
 
-    def _write(self, wanted: dict[Path, str], kept: set[Path]) -> None:
-        """Write the files of ``wanted``; remove the others except ``kept``."""
+    def _write(self, wanted: dict[Path, str], spared: set[Path]) -> None:
+        """Write the files of ``wanted``; remove the others except ``spared``."""
         there = {self.path(file.stem, SETTINGS) for file in self.folder.glob("*.toml")}
         for file_name in _FILE_NAMES.values():
             there.update(self.folder.glob(f"*/{file_name}"))
@@ -256,7 +256,7 @@ class Copy:
                     make_folder(path.parent)
                     replace_file(path, text.encode(), mode=PUBLIC_FILE_MODE)
                     has_changed = True
-            for path in there - wanted.keys() - kept:
+            for path in there - wanted.keys() - spared:
                 path.unlink(missing_ok=True)
                 has_changed = True
             if has_changed:
@@ -269,7 +269,7 @@ class Copy:
         try:
             make_folder(self.folder)
             if not (self.folder / ORIGIN_FILE_NAME).exists():
-                self.begin()
+                self.mark_folder()
             descriptor = open_lock(self.folder / _LOCK_FILE_NAME)
         except OSError as error:
             raise SharedHomeError(f"{self.folder} can't hold a copy of the registry: {error}") from None
@@ -300,7 +300,7 @@ class Copy:
                 finally:
                     self._connection = None
 
-    def put(self, name: str, part: str, text: str | None) -> None:
+    def write_file(self, name: str, part: str, text: str | None) -> None:
         """Write one file, in the database and here. ``text`` None removes it.
 
         For public keys, a text replaces this machine's keys; None removes the keys of all machines.
@@ -352,26 +352,26 @@ class Copy:
     # --- continuously ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def synced(self) -> Iterator[None]:
         """Keep the copy up to date inside this context, by the database's announcements and by polling."""
-        self.keep()
+        self.start_sync()
         try:
             yield
         finally:
-            self.leave()
+            self.stop_sync()
 
-    def keep(self) -> None:
+    def start_sync(self) -> None:
         with _GUARD:
-            self._keepers += 1
-            if self._keeping is None:
-                self._keeping = _Keeping(self)
+            self._sync_users += 1
+            if self._sync_thread is None:
+                self._sync_thread = _SyncThread(self)
 
-    def leave(self) -> None:
+    def stop_sync(self) -> None:
         with _GUARD:
-            self._keepers -= 1
-            if not self._keepers and self._keeping is not None:
-                self._keeping.close()
-                self._keeping = None
+            self._sync_users -= 1
+            if not self._sync_users and self._sync_thread is not None:
+                self._sync_thread.close()
+                self._sync_thread = None
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Connection[tuple[Any, ...]]]:
@@ -403,8 +403,8 @@ class Copy:
             raise SharedHomeError(f"the registry {self.url} does not answer: {error_line(error)}") from None
 
 
-class _Keeping:
-    """Thread of :meth:`Copy.kept`, with its own connection."""
+class _SyncThread:
+    """Thread of :meth:`Copy.synced`, with its own connection."""
 
     def __init__(self, copy: Copy) -> None:
         self._copy = copy
@@ -430,13 +430,13 @@ class _Keeping:
             except SharedHomeError as error:
                 self._copy.problem = str(error)
             if not self._is_closed:
-                select.select([self._wake], [], [], AGAIN_S)
+                select.select([self._wake], [], [], RETRY_S)
 
     def _follow(self, connection: Connection[tuple[Any, ...]]) -> None:
         connection.execute(f"LISTEN {LEASES_CHANNEL}")
         connection.execute(f"LISTEN {CHANNEL}")
         while not self._is_closed:
-            due_s = time.monotonic() + LOOK_S
+            due_s = time.monotonic() + POLL_S
             self._copy.pull(connection)
             while not self._is_closed and (rest_s := due_s - time.monotonic()) > 0:
                 if list(connection.notifies(timeout=0)):
@@ -469,25 +469,25 @@ def as_role(url: str, role: str) -> str:
     return database_of(url).replace("//", f"//{quote(role, safe='')}@", 1)
 
 
-def secured(given: dict[str, Any]) -> dict[str, Any]:
+def with_ssl_mode(parameters: dict[str, Any]) -> dict[str, Any]:
     """Add sslmode verify-full for a remote server, unless the parameters or PGSSLMODE choose otherwise.
 
-    ``given``: a connection's parameters in libpq's words.
+    ``parameters``: a connection's parameters in libpq's words.
     """
     named = ("host", "PGHOST", "hostaddr", "PGHOSTADDR")
-    hosts = next(filter(None, (given.get(key) or os.environ.get(key) for key in named)), "").split(",")
-    if "service" in given or "PGSSLMODE" in os.environ or all(map(_LOCAL_HOST.match, hosts)):
-        return given
-    return {"sslmode": "verify-full", **given}
+    hosts = next(filter(None, (parameters.get(key) or os.environ.get(key) for key in named)), "").split(",")
+    if "service" in parameters or "PGSSLMODE" in os.environ or all(map(_LOCAL_HOST.match, hosts)):
+        return parameters
+    return {"sslmode": "verify-full", **parameters}
 
 
-def for_writing(given: dict[str, Any], application: str) -> dict[str, Any]:
+def writer_parameters(parameters: dict[str, Any], application: str) -> dict[str, Any]:
     """Return psycopg's arguments for the server that accepts writes, whichever of several hosts that is now.
 
     A connection counts as broken after 10 s of silence on the wire. A live server that waits for its standbys is not
-    silent, since TCP answers. ``given``: a connection's parameters in libpq's words.
+    silent, since TCP answers. ``parameters``: a connection's parameters in libpq's words.
     """
-    return {"connect_timeout": 5, **secured(given)} | {
+    return {"connect_timeout": 5, **with_ssl_mode(parameters)} | {
         "application_name": application,
         "target_session_attrs": "read-write",
         "keepalives_idle": 5,
@@ -527,15 +527,15 @@ def _connect(url: str) -> Connection[tuple[Any, ...]]:
     from psycopg import conninfo
 
     try:
-        given: dict[str, Any] = conninfo.conninfo_to_dict(url)
+        parameters: dict[str, Any] = conninfo.conninfo_to_dict(url)
     except psycopg.ProgrammingError as error:
         raise SharedHomeError(f"{url!r} is no URL of a database: {error}") from None
-    if given.get("password") or "#" in url:
+    if parameters.get("password") or "#" in url:
         raise SharedHomeError(
             "the URL of a registry is one of a database, without a password and without '#NAME': passwords are written"
             " into ~/.pgpass (or the file that PGPASSFILE names)"
         )
-    connection: Connection[tuple[Any, ...]] = psycopg.connect(**for_writing(given, "immortal registry"))
+    connection: Connection[tuple[Any, ...]] = psycopg.connect(**writer_parameters(parameters, "immortal registry"))
     try:
         # A confirmed registration must survive, whatever the server's settings.
         connection.execute("SET synchronous_commit = on")

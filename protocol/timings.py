@@ -34,10 +34,10 @@ _NAME = re.compile(r"(coordinator|app)-(\d{8})\.times")
 T = TypeVar("T")
 
 
-def segments(folder: Path, whose: str) -> list[Path]:
+def segments(folder: Path, process: str) -> list[Path]:
     """Return the segments' paths, oldest first; an empty list if the folder is missing or unreadable."""
     try:
-        names = [name for name in os.listdir(folder) if (found := _NAME.fullmatch(name)) and found[1] == whose]
+        names = [name for name in os.listdir(folder) if (found := _NAME.fullmatch(name)) and found[1] == process]
     except OSError:
         return []
     return [folder / name for name in sorted(names)]
@@ -46,11 +46,11 @@ def segments(folder: Path, whose: str) -> list[Path]:
 class SegmentWriter:
     """Writer of one process's segments in ``folder``, each of ``limit_bytes`` / SEGMENTS_MAX. For one thread.
 
-    ``say``: called once with the reason if writing fails; the writer then drops all rows.
+    ``warn``: called once with the reason if writing fails; the writer then drops all rows.
     """
 
-    def __init__(self, folder: Path, whose: str, limit_bytes: int, say: Callable[[str], None]) -> None:
-        self._folder, self._whose, self._limit_bytes, self._say = folder, whose, limit_bytes, say
+    def __init__(self, folder: Path, process: str, limit_bytes: int, warn: Callable[[str], None]) -> None:
+        self._folder, self._process, self._limit_bytes, self._warn = folder, process, limit_bytes, warn
         self._segment_bytes = max(limit_bytes // SEGMENTS_MAX, HEADER_SIZE_BYTES + ROW_SIZE_BYTES)
         self._descriptor: int | None = None
         self._committer_id = 0
@@ -76,7 +76,7 @@ class SegmentWriter:
             self._append(encoded)
         except (OSError, struct.error) as error:
             self._failed = True
-            self._say(f"no times are noted any more in {self._folder}: {error}")
+            self._warn(f"no times are noted any more in {self._folder}: {error}")
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -98,53 +98,53 @@ class SegmentWriter:
         make_folder(self._folder)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         while self._descriptor is None:
-            there = segments(self._folder, self._whose)
-            number = int(there[-1].stem.rpartition("-")[2]) + 1 if there else 1
+            existing = segments(self._folder, self._process)
+            number = int(existing[-1].stem.rpartition("-")[2]) + 1 if existing else 1
             try:
-                self._descriptor = os.open(self._folder / f"{self._whose}-{number:08}.times", flags, FILE_MODE)
+                self._descriptor = os.open(self._folder / f"{self._process}-{number:08}.times", flags, FILE_MODE)
             except FileExistsError:  # another process of the instance created it first
                 continue
-        self._forget_old(there)
+        self._forget_old(existing)
         header = encode_segment_header(committer_id)
         self._header_crc = zlib.crc32(header)
         self._committer_id, self._size_bytes = committer_id, 0
         self._append([header])
 
-    def _forget_old(self, there: list[Path]) -> None:
-        sizes_bytes = {path: path.lstat().st_size for path in there}
-        while there and (
-            len(there) >= FILES_MAX
-            or sum(sizes_bytes[path] for path in there) + self._segment_bytes > self._limit_bytes
+    def _forget_old(self, existing: list[Path]) -> None:
+        sizes_bytes = {path: path.lstat().st_size for path in existing}
+        while existing and (
+            len(existing) >= FILES_MAX
+            or sum(sizes_bytes[path] for path in existing) + self._segment_bytes > self._limit_bytes
         ):
-            there.pop(0).unlink(missing_ok=True)
+            existing.pop(0).unlink(missing_ok=True)
 
 
-class Noting(Generic[T]):
-    """Thread that passes items to ``take`` every FLUSH_S, so that ``put`` never waits for a disk."""
+class BackgroundWriter(Generic[T]):
+    """Thread that passes items to ``handle`` every FLUSH_S, so that ``put`` never waits for a disk."""
 
-    def __init__(self, take: Callable[[list[T]], None]) -> None:
-        self._take = take
+    def __init__(self, handle: Callable[[list[T]], None]) -> None:
+        self._handle = handle
         self._waiting: deque[T] = deque(maxlen=WAITING_MAX)
         self.put = self._waiting.append
-        self._over = threading.Event()
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="timings", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Handle the remaining items, then end the thread."""
-        self._over.set()
+        self._is_closed.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(FLUSH_S):
-            self._handle()
-        self._handle()
+        while not self._is_closed.wait(FLUSH_S):
+            self._flush()
+        self._flush()
 
-    def _handle(self) -> None:
+    def _flush(self) -> None:
         waiting = self._waiting
-        some = [waiting.popleft() for _ in range(len(waiting))]
-        if some:
-            self._take(some)
+        items = [waiting.popleft() for _ in range(len(waiting))]
+        if items:
+            self._handle(items)
 
 
 # Format of timing notes: files beside a log with times of events, for tools. No replay depends on them.

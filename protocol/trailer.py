@@ -140,7 +140,7 @@ def decode_trailer(data: Readable, record_check: int) -> Trailer:
     for _ in range(mark_count):
         destination, offset = _decode_name(body, offset)
         position, offset = _decode_position(body, offset)
-        checksum_bytes, offset = _take(body, offset, _CRC.size)
+        checksum_bytes, offset = _slice(body, offset, _CRC.size)
         outputs.append(OutputMarkEntry(destination, position, _CRC.unpack(checksum_bytes)[0]))
     if offset != len(body):
         raise RemoteProtocolError(f"a trailer has {len(body) - offset} bytes behind its last field")
@@ -148,7 +148,7 @@ def decode_trailer(data: Readable, record_check: int) -> Trailer:
 
 
 def _decode_batch(body: bytes, offset: int) -> tuple[BatchSource, int]:
-    kind_byte, offset = _take(body, offset, 1)
+    kind_byte, offset = _slice(body, offset, 1)
     kind = kind_byte[0]
     if kind > BatchKind.CLIENT:
         raise RemoteProtocolError(f"a trailer has a batch of kind {kind}, known are 0 to {int(BatchKind.CLIENT)}")
@@ -157,7 +157,7 @@ def _decode_batch(body: bytes, offset: int) -> tuple[BatchSource, int]:
     count, offset = decode_zigzag_int(body, offset)
     if count < 0:
         raise RemoteProtocolError(f"a trailer has a batch of {count} messages")
-    time_bytes, offset = _take(body, offset, _LONG.size)
+    time_bytes, offset = _slice(body, offset, _LONG.size)
     (time_ns,) = _LONG.unpack(time_bytes)
     context = ""
     if kind == BatchKind.CLIENT:
@@ -165,11 +165,11 @@ def _decode_batch(body: bytes, offset: int) -> tuple[BatchSource, int]:
     return BatchSource(kind, name, first_position, count, time_ns, context), offset
 
 
-def _decode_count(body: bytes, offset: int, item_size_bytes_min: int, what: str) -> tuple[int, int]:
+def _decode_count(body: bytes, offset: int, item_size_bytes_min: int, items: str) -> tuple[int, int]:
     count, offset = decode_zigzag_int(body, offset)
     rest_bytes = len(body) - offset
     if not 0 <= count * item_size_bytes_min <= rest_bytes:
-        raise RemoteProtocolError(f"a trailer announces {count} {what}, only {rest_bytes} bytes follow")
+        raise RemoteProtocolError(f"a trailer announces {count} {items}, only {rest_bytes} bytes follow")
     return count, offset
 
 
@@ -179,7 +179,7 @@ def _decode_name(body: bytes, offset: int) -> tuple[str, int]:
         raise RemoteProtocolError(
             f"a trailer has a name of {size_bytes} bytes, at most {NAME_SIZE_BYTES_MAX} are allowed"
         )
-    raw, offset = _take(body, offset, size_bytes)
+    raw, offset = _slice(body, offset, size_bytes)
     try:
         return raw.decode(), offset
     except UnicodeDecodeError as error:
@@ -193,7 +193,7 @@ def _decode_position(body: bytes, offset: int) -> tuple[int, int]:
     return position, offset
 
 
-def _take(body: bytes, offset: int, size_bytes: int) -> tuple[bytes, int]:
+def _slice(body: bytes, offset: int, size_bytes: int) -> tuple[bytes, int]:
     end = offset + size_bytes
     if end > len(body):
         raise RemoteProtocolError(f"a trailer's field at byte {offset} runs past its end")

@@ -28,36 +28,36 @@ import zmq
 SUSPICIOUS_SIZE_BYTES = 2 << 20
 MARGIN_SIZE_BYTES = 4 << 20  # above the largest message, for its envelope
 TOGETHER = 3  # all unfinished messages together: so many of the largest messages
-LOOK_MS = 5  # between two checks of a suspicious connection
+CHECK_MS = 5  # between two checks of a suspicious connection
 PAUSE_MS = 20  # between two checks of another connection that receives bytes
 STALLED_S = 1.0  # without a byte
-ASK_S = 1.0  # between two calls of ``most_bytes``
+LIMIT_READ_S = 1.0  # between two calls of ``most_bytes``
 
 _TCP_INFO = struct.Struct("=128xQ")  # bytes received: since Linux 4.1
 _MORE = select.EPOLLIN | select.EPOLLONESHOT
 
 
 class _Connection:
-    __slots__ = ("came_s", "descriptor", "is_paused", "is_quiet", "mark", "over", "size_bytes", "socket")
+    __slots__ = ("descriptor", "is_paused", "is_quiet", "mark", "over", "received_s", "size_bytes", "socket")
 
-    def __init__(self, descriptor: int, own: socket.socket) -> None:
+    def __init__(self, descriptor: int, duplicate: socket.socket) -> None:
         self.descriptor = descriptor  # ZeroMQ's
-        self.socket = own
+        self.socket = duplicate
         self.size_bytes = 0  # received so far
-        self.came_s = 0.0  # time at which the last of them was seen
+        self.received_s = 0.0  # time at which the last of them was seen
         self.mark = 0  # bytes received when a message was read last, or suspicion began
         self.is_paused = False  # the kernel reports the next bytes
         self.over: tuple[int, int] | None = None  # counts of drains and reads when it was first too large
         self.is_quiet = False  # True if nothing waited for the reader at the last check either
 
-    def look(self, now_s: float) -> None:
+    def count_bytes(self, now_s: float) -> None:
         """Count the bytes that ZeroMQ has taken from the kernel."""
         with suppress(OSError):
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             waiting = fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4))
             size_bytes = _TCP_INFO.unpack(info)[0] - int.from_bytes(waiting, sys.byteorder)
             if size_bytes > self.size_bytes:
-                self.size_bytes, self.came_s = size_bytes, now_s
+                self.size_bytes, self.received_s = size_bytes, now_s
 
     @property
     def unfinished_bytes(self) -> int:
@@ -86,8 +86,8 @@ class UnfinishedMessages:
         self.suspects: dict[int, _Connection] = {}  # by ZeroMQ's descriptor, the oldest suspicion first
         self._usual_bytes = usual_bytes
         self._most_bytes = most_bytes
-        self._most = 0  # last result of most_bytes
-        self._asked_s = float("-inf")
+        self._largest_bytes = 0  # last result of most_bytes
+        self._limit_read_s = float("-inf")
         self._warn = warn
         self._is_reading = False
         self._drains = self._reads = 0
@@ -95,7 +95,7 @@ class UnfinishedMessages:
         self._reader = select.poll()
         self._reader.register(reader.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
         self._connections: dict[int, _Connection] = {}  # by ZeroMQ's descriptor
-        self._own: dict[int, _Connection] = {}  # by our own
+        self._by_duplicate: dict[int, _Connection] = {}  # by our own
         self._calm: list[_Connection] = []  # to pause at _due_s
         self._due_s = 0.0
         self._epoll = select.epoll()
@@ -128,7 +128,7 @@ class UnfinishedMessages:
         number = -1
         try:
             number = os.dup(descriptor)
-            own = socket.socket(fileno=number)
+            duplicate = socket.socket(fileno=number)
         except OSError as error:
             if number >= 0:
                 os.close(number)
@@ -136,15 +136,16 @@ class UnfinishedMessages:
                 self._refuse(descriptor, error)
             return
         with suppress(OSError):
-            port = 0 if own.family == socket.AF_UNIX else own.getsockname()[1]
+            port = 0 if duplicate.family == socket.AF_UNIX else duplicate.getsockname()[1]
             if not port or (
                 self.endpoint and not self.endpoint.endswith(f":{port}")
             ):  # or the descriptor is another connection's by now
-                own.close()
+                duplicate.close()
                 return
-            self._connections[descriptor] = self._own[own.fileno()] = one = _Connection(descriptor, own)
-            self._epoll.register(own, 0)
-            self._pause(one)
+            connection = _Connection(descriptor, duplicate)
+            self._connections[descriptor] = self._by_duplicate[duplicate.fileno()] = connection
+            self._epoll.register(duplicate, 0)
+            self._pause(connection)
 
     def _refuse(self, descriptor: int, error: OSError) -> None:
         """End a connection that can't be watched."""
@@ -158,22 +159,22 @@ class UnfinishedMessages:
 
     def remove(self, descriptor: int) -> None:
         """Stop watching a connection; ignore an unknown one."""
-        one = self._connections.pop(descriptor, None)
-        if one is not None:
+        connection = self._connections.pop(descriptor, None)
+        if connection is not None:
             self.suspects.pop(descriptor, None)
-            del self._own[one.socket.fileno()]
-            self._epoll.unregister(one.socket)
-            one.socket.close()
+            del self._by_duplicate[connection.socket.fileno()]
+            self._epoll.unregister(connection.socket)
+            connection.socket.close()
 
-    def _pause(self, one: _Connection) -> None:
-        if one.socket.fileno() >= 0:
-            one.is_paused = True
-            self._epoll.modify(one.socket, _MORE)
+    def _pause(self, connection: _Connection) -> None:
+        if connection.socket.fileno() >= 0:
+            connection.is_paused = True
+            self._epoll.modify(connection.socket, _MORE)
 
     def wait_ms(self) -> int | None:
         """Return the time until the next check, even if nothing arrives; None: no check is due."""
-        if not all(one.is_paused for one in self.suspects.values()):
-            return LOOK_MS
+        if not all(connection.is_paused for connection in self.suspects.values()):
+            return CHECK_MS
         return PAUSE_MS if self._calm else None
 
     def check(self) -> None:
@@ -182,75 +183,76 @@ class UnfinishedMessages:
         is_quiet = bool(self.suspects) and not self._is_reading and not self._reader.poll(0)
         now_s = time.monotonic()
         for _ in range(len(self._noted)):
-            if (one := self.suspects.pop(self._noted.popleft(), None)) is not None:
-                one.look(now_s)
-                one.mark, one.over = one.size_bytes, None
-                self._calm.append(one)
+            if (connection := self.suspects.pop(self._noted.popleft(), None)) is not None:
+                connection.count_bytes(now_s)
+                connection.mark, connection.over = connection.size_bytes, None
+                self._calm.append(connection)
         if now_s >= self._due_s:
             self._due_s = now_s + PAUSE_MS / 1000
             calm, self._calm = self._calm, []
-            for one in calm:
-                self._pause(one)
+            for connection in calm:
+                self._pause(connection)
         woken = self._epoll.poll(0)
         for descriptor, _ in woken:
-            one = self._own[descriptor]
-            one.is_paused = False
-            one.look(now_s)
-            if one.descriptor in self.suspects:
+            connection = self._by_duplicate[descriptor]
+            connection.is_paused = False
+            connection.count_bytes(now_s)
+            if connection.descriptor in self.suspects:
                 continue
-            if one.unfinished_bytes > SUSPICIOUS_SIZE_BYTES:
-                self.suspects[one.descriptor] = one
-                one.look(now_s)
-                one.mark = one.size_bytes  # nobody noted the messages that were read before
+            if connection.unfinished_bytes > SUSPICIOUS_SIZE_BYTES:
+                self.suspects[connection.descriptor] = connection
+                connection.count_bytes(now_s)
+                connection.mark = connection.size_bytes  # nobody noted the messages that were read before
             else:
-                self._calm.append(one)
-        for one in list(self.suspects.values()):
-            if not one.is_paused:
-                one.look(now_s)
-                if now_s > one.came_s + STALLED_S:
-                    self._pause(one)
-                    if not one.unfinished_bytes:  # later bytes count from here
-                        del self.suspects[one.descriptor]
-        for one in self._too_large(now_s) if self.suspects else ():
-            if one.over is None:
-                one.over, one.is_quiet = (self._drains, self._reads), False
+                self._calm.append(connection)
+        for connection in list(self.suspects.values()):
+            if not connection.is_paused:
+                connection.count_bytes(now_s)
+                if now_s > connection.received_s + STALLED_S:
+                    self._pause(connection)
+                    if not connection.unfinished_bytes:  # later bytes count from here
+                        del self.suspects[connection.descriptor]
+        for connection in self._too_large(now_s) if self.suspects else ():
+            if connection.over is None:
+                connection.over, connection.is_quiet = (self._drains, self._reads), False
             elif (
-                drains >= one.over[0] + 2  # the second began after the bytes were counted
-                or reads > one.over[1] + 2 * len(self._connections)
-                or (is_quiet and one.is_quiet)
+                drains >= connection.over[0] + 2  # the second began after the bytes were counted
+                or reads > connection.over[1] + 2 * len(self._connections)
+                or (is_quiet and connection.is_quiet)
             ):
-                self._end(one)
+                self._end(connection)
             else:
-                one.is_quiet = is_quiet
+                connection.is_quiet = is_quiet
         if woken:
-            time.sleep(LOOK_MS / 1000)  # gathers bytes of other connections for one check
+            time.sleep(CHECK_MS / 1000)  # gathers bytes of other connections for one check
 
     def _too_large(self, now_s: float) -> list[_Connection]:
         """Return the suspects with too large an unfinished message, alone or with all others together."""
         suspects = list(reversed(self.suspects.values()))
         limit_bytes = self._usual_bytes + MARGIN_SIZE_BYTES
-        left_bytes = sum(one.unfinished_bytes for one in suspects)
+        left_bytes = sum(connection.unfinished_bytes for connection in suspects)
         if self._most_bytes is not None and left_bytes > limit_bytes:
-            if now_s >= self._asked_s + ASK_S:
-                self._asked_s, self._most = now_s, self._most_bytes()
-            limit_bytes = max(self._usual_bytes, self._most) + MARGIN_SIZE_BYTES
+            if now_s >= self._limit_read_s + LIMIT_READ_S:
+                self._limit_read_s, self._largest_bytes = now_s, self._most_bytes()
+            limit_bytes = max(self._usual_bytes, self._largest_bytes) + MARGIN_SIZE_BYTES
         found = []
-        for one in sorted(suspects, key=lambda one: not one.is_paused):  # stalled ones, then the newest
-            if one.unfinished_bytes > limit_bytes or left_bytes > TOGETHER * limit_bytes:
-                found.append(one)
-                left_bytes -= one.unfinished_bytes
+        for connection in sorted(suspects, key=lambda each: not each.is_paused):  # stalled ones, then the newest
+            if connection.unfinished_bytes > limit_bytes or left_bytes > TOGETHER * limit_bytes:
+                found.append(connection)
+                left_bytes -= connection.unfinished_bytes
             else:
-                one.over = None
+                connection.over = None
         return found
 
-    def _end(self, one: _Connection) -> None:
-        del self.suspects[one.descriptor]
+    def _end(self, connection: _Connection) -> None:
+        del self.suspects[connection.descriptor]
         origin = "a connection"
         with suppress(OSError):
-            origin = f"{one.socket.getpeername()[0]}:{one.socket.getpeername()[1]}"
-            one.socket.shutdown(socket.SHUT_RDWR)
+            origin = f"{connection.socket.getpeername()[0]}:{connection.socket.getpeername()[1]}"
+            connection.socket.shutdown(socket.SHUT_RDWR)
         self._warn(
-            f"{origin} has brought {one.unfinished_bytes >> 20} MiB of a message without an end, more than one may have"
+            f"{origin} has brought {connection.unfinished_bytes >> 20} MiB of a message without an end, "
+            f"more than one may have"
         )
 
     def close(self) -> None:

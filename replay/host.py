@@ -51,7 +51,7 @@ from immortal.replay.result import ReplayResult, Sink
 from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, VerdictFilter, VerdictGiven
 
 APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet accepted by its socket
-CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module can load much
+CONNECT_TIMEOUT_S = 60.0  # for an app that was started, at least: its module can load much
 FOLLOW_DELAY_S = 0.05  # between two checks for more at the end of the log
 PROGRESS_DELAY_S = 0.1
 SILENCE_S = 2.0  # of an app that has received all and does not report when it has handled it
@@ -102,7 +102,7 @@ def run_replay(
         try:
             host.run(progress or (lambda records, total: None), stop)
         except AppExitedError as error:
-            error.fed_sequence_id = host.fed_sequence_id
+            error.fed_sequence_id, error.sequence_id = host.fed_sequence_id, host.hangs_at
             raise
         host.result.code = read_code(app.name, code_notes)
         host.result.forgotten = forgotten_notes(sink.forgotten())
@@ -143,6 +143,8 @@ def find_end(
     begin = route.checkpoint.sequence_id
     alive, ended = begin - 1, error.fed_sequence_id
     tried = ended - 1  # then the checkpoint itself, since most apps that can't start end at it
+    if error.sequence_id is not None:  # the app has told where it hangs
+        alive, ended = error.sequence_id - 1, error.sequence_id
     while alive < tried < ended:
         if survives(tried):
             alive = tried
@@ -191,10 +193,10 @@ def _start_app(
     how = address
     if auth is not AppAuth.NONE:
         secret_file = app_secret.path(folder)
-        takes_secret = auth is AppAuth.SECRET
+        allow_secret = auth is AppAuth.SECRET
         secret = app_secret.create(folder)
         gate = AppAuthenticator(
-            source.identity.instance_name, secret, warnings_on_stderr("replay"), epoll, takes_secret=takes_secret
+            source.identity.instance_name, secret, warnings_on_stderr("replay"), epoll, allow_secret=allow_secret
         )
         stack.callback(gate.close)
         how += f" (IMMORTAL_APP_ADDRESS={address} {app_secret.SECRET_FILE_VARIABLE}={secret_file})"
@@ -219,10 +221,14 @@ def _accept(
 
     Raises AppExitedError, ReplayError.
     """
-    deadline_s = None if process is None or app.foreground else time.monotonic() + CONNECT_TIMEOUT_S
+    limit_s = max(CONNECT_TIMEOUT_S, app.handler_limit_s)
+    deadline_s = None if process is None or app.foreground else time.monotonic() + limit_s
     while True:
         if deadline_s is not None and time.monotonic() > deadline_s:
-            raise ReplayError(f"the app {app.name} did not connect within {CONNECT_TIMEOUT_S:g} s")
+            raise ReplayError(
+                f"the app {app.name} did not connect within {limit_s:g} s: its module hangs when it is imported, or"
+                " needs more time (--handler-limit)"
+            )
         if stop():
             raise ReplayError("stopped before an app had connected")
         ready = _poll({listener.fileno(): select.POLLIN, epoll.fileno(): select.POLLIN}, process, PROGRESS_DELAY_S)
@@ -249,13 +255,13 @@ def _poll(interest: dict[int, int], process: AppProcess | None, timeout_s: float
             poller.register(descriptor, select.POLLIN)
     ready = dict(poller.poll(timeout_s * 1000 + 1))
     if process is not None:
-        process.take_output()
+        process.read_output()
     return ready
 
 
 def _died(process: AppProcess, app: AppCommand) -> AppExitedError:
     exit_status = process.wait(LEAVE_S)
-    process.take_output()
+    process.read_output()
     ended = "closed its connection" if exit_status is None else f"ended with {exit_text(exit_status)}"
     said = "".join(f"\n  {line}" for line in process.tail.rstrip("\n").split("\n") if line)
     return AppExitedError(
@@ -300,6 +306,12 @@ class _Host:
     @property
     def fed_sequence_id(self) -> int:
         return self._session.fed_sequence_id
+
+    @property
+    def hangs_at(self) -> int | None:
+        """Record with the handler that has reached the app's limit; None: none has."""
+        handling, limit_s = self._session.handling, self._app.handler_limit_s
+        return handling.sequence_id if handling.for_s >= limit_s > 0 and handling.sequence_id >= 0 else None
 
     def run(self, progress: Callable[[int, int | None], None], stop: Callable[[], bool]) -> None:
         started_s = time.monotonic()

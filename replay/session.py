@@ -42,7 +42,15 @@ from immortal.protocol.messages import MessageType, decode_attach_to, encode_che
 from immortal.protocol.readers import BlobData, BlobStart, Message, MessageReader
 from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
 from immortal.protocol.trailer import BatchSource, Trailer
-from immortal.protocol.verdicts import MessageKey, Verdict, decode_unsaved, decode_verdict, encode_verdicts
+from immortal.protocol.verdicts import (
+    Handling,
+    MessageKey,
+    Verdict,
+    decode_handling,
+    decode_unsaved,
+    decode_verdict,
+    encode_verdicts,
+)
 from immortal.replay.plan import OWN_VERSION, ReplayError, Route, StateUnsavedError, UpgradeFailedError
 
 VerdictFilter = Callable[[Verdict], bool]
@@ -202,6 +210,8 @@ class ReplaySession:
         self._origins: list[Origin] | None = None
         self._snapshot = False
         self._blob_is_final = False
+        self.handling = Handling(-1)
+        """What takes the app long."""
         self._upgraded_to: int | None = None  # None again after the next record
         self.reads_origins = True
         """False: outputs come without their origins."""
@@ -450,9 +460,11 @@ class ReplaySession:
         return (VerdictGiven(decode_verdict(message.data)),)
 
     def _report_of_app(self, message: Message) -> Iterable[Event]:
-        """Ignore a report about the running app, which means nothing in a replay."""
+        """Note what takes long. Other reports about the running app mean nothing in a replay."""
         if not self._has_verdicts:
             self._out_of_place(message)
+        if message.message_type == MessageType.HANDLING:
+            self.handling = decode_handling(message.data)
         return ()
 
     def _upgrade_failed(self, message: Message) -> NoReturn:

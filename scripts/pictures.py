@@ -75,7 +75,7 @@ def project(folder: Path, orders: Sequence[Sequence[str]]) -> Iterator[Callable[
         run("down")
 
 
-def screenshot(file: Path, chromium: str, *addresses: str, left_out_px: int = 0) -> None:
+def screenshot(file: Path, chromium: str, *addresses: str, cropped_px: int = 0) -> None:
     """Draw the last of these pages, which are opened one after the other, without what is at its top."""
     from playwright.sync_api import sync_playwright
 
@@ -85,7 +85,7 @@ def screenshot(file: Path, chromium: str, *addresses: str, left_out_px: int = 0)
         for address in addresses:
             page.goto(address)
         page.wait_for_load_state("networkidle")
-        clip = {"x": 0, "y": left_out_px, "width": WIDTH_PX, "height": PICTURE_HEIGHT_PX}
+        clip = {"x": 0, "y": cropped_px, "width": WIDTH_PX, "height": PICTURE_HEIGHT_PX}
         page.screenshot(path=file, clip=clip)
         browser.close()
 
@@ -103,7 +103,7 @@ def time_travel(file: Path, chromium: str) -> None:
             login = web.stdout.readline().strip()
             try:
                 moment = login.partition("/login")[0] + MOMENT
-                screenshot(file, chromium, login, moment, left_out_px=HEADER_HEIGHT_PX)
+                screenshot(file, chromium, login, moment, cropped_px=HEADER_HEIGHT_PX)
             finally:
                 web.terminate()
 

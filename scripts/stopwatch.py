@@ -59,8 +59,8 @@ class Terminal:
         )
         os.close(theirs)
         self._screen = ""
-        self._looked = 0
-        self.see(PROMPT)
+        self._consumed = 0
+        self.expect(PROMPT)
 
     def enter(self, line: str) -> None:
         os.write(self._ours, f"{line}\n".encode())
@@ -68,10 +68,10 @@ class Terminal:
     def run(self, line: str) -> str:
         """Type a command, and wait until it has ended with status 0; return its output. Raises StopwatchError."""
         self.enter(line)
-        shown = self.see(PROMPT)
+        shown = self.expect(PROMPT)
         self.enter("echo status=$?")
-        status = self.see_pattern(r"status=(\d+)\s")
-        self.see(PROMPT)
+        status = self.expect_pattern(r"status=(\d+)\s")
+        self.expect(PROMPT)
         if status != "0":
             raise StopwatchError(f"{line!r} ended with status {status}:\n{shown}")
         return shown
@@ -79,24 +79,24 @@ class Terminal:
     def interrupt(self) -> None:
         os.write(self._ours, b"\x03")
 
-    def see(self, text: str) -> str:
+    def expect(self, text: str) -> str:
         """Return the terminal's output since the last call, up to and with ``text``. Raises StopwatchError."""
-        return self._see(re.compile(f"(?s)(.*?{re.escape(text)})"))
+        return self._expect(re.compile(f"(?s)(.*?{re.escape(text)})"))
 
-    def see_pattern(self, pattern: str) -> str:
+    def expect_pattern(self, pattern: str) -> str:
         """Return the first group of ``pattern`` in the output since the last call. Raises StopwatchError."""
-        return self._see(re.compile(pattern))
+        return self._expect(re.compile(pattern))
 
-    def _see(self, pattern: re.Pattern[str]) -> str:
+    def _expect(self, pattern: re.Pattern[str]) -> str:
         deadline_s = time.monotonic() + STEP_TIMEOUT_S
-        while (found := pattern.search(self._screen, self._looked)) is None:
+        while (found := pattern.search(self._screen, self._consumed)) is None:
             rest_s = deadline_s - time.monotonic()
-            if rest_s <= 0 or not self._take(rest_s):
-                raise StopwatchError(f"no {pattern.pattern!r} came:\n{self._screen[self._looked :]}")
-        self._looked = found.end()
+            if rest_s <= 0 or not self._read(rest_s):
+                raise StopwatchError(f"no {pattern.pattern!r} came:\n{self._screen[self._consumed :]}")
+        self._consumed = found.end()
         return found[1]
 
-    def _take(self, timeout_s: float) -> bool:
+    def _read(self, timeout_s: float) -> bool:
         if not select.select([self._ours], [], [], timeout_s)[0]:
             return False
         try:
@@ -186,26 +186,26 @@ def measure(folder: Path, wheel: Path | None, environment: Path | None) -> float
             raise StopwatchError("the class that README.md shows is not in the project that 'immortal init' makes")
         with watch.step("immortal dev, until both are ready"):
             first.enter("immortal dev")
-            pids = [first.see_pattern(rf"{role}_pid=(\d+)") for _ in range(2) for role in ("coordinator", "app")]
+            pids = [first.expect_pattern(rf"{role}_pid=(\d+)") for _ in range(2) for role in ("coordinator", "app")]
             for _ in range(2):
-                first.see_pattern(r"(info +ready)")
+                first.expect_pattern(r"(info +ready)")
         left = 10
         for command in at_second:
             if command.startswith("kill -9 "):
                 with watch.step("kill -9 of all four processes, until both have recovered"):
                     second.run(f"kill -9 {' '.join(pids)} || true")  # an app can have ended with its coordinator
                     for _ in range(2):
-                        first.see_pattern(r"(info +recovered)")
+                        first.expect_pattern(r"(info +recovered)")
             elif command.startswith("immortal call "):
                 left -= 2
                 with watch.step(f"{command}: {left} are left"):
                     if '"2 tea: sold"' not in second.run(command):
                         raise StopwatchError(f"{command!r} did not sell")
-                    first.see(f"2 tea taken, {left} left")
+                    first.expect(f"2 tea taken, {left} left")
             else:
                 second.run(command)
         first.interrupt()  # not counted
-        first.see(PROMPT)
+        first.expect(PROMPT)
     return watch.total_s
 
 

@@ -79,7 +79,7 @@ class Guard:
 
         visitor = scope[VISITOR] = self._visitor(Headers(scope=scope))
         if visitor is not None and PLACE in scope.get("state", ()):
-            scope["state"][PLACE].know()
+            scope["state"][PLACE].mark_known()
         refusal = self._refusal(scope)
         await (refusal or self._app)(scope, receive, send_guarded)
 
@@ -115,7 +115,7 @@ class Guard:
 
     def _visitor(self, headers: Headers) -> Visitor | None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._token.lets_look(given.strip()):
+        if scheme.lower() == "bearer" and self._token.may_read(given.strip()):
             return Visitor(has_token=self._token.is_right(given.strip()))
         host, now_s = headers.get("host", ""), time.time()
         wanted = cookie_name(self._scheme, host)
@@ -207,7 +207,7 @@ class Token:
     def is_right(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
 
-    def lets_look(self, given: str) -> bool:
+    def may_read(self, given: str) -> bool:
         reader = self._reader or self._token
         return self.is_right(given) or hmac.compare_digest(given.encode(errors="replace"), reader.encode())
 
@@ -229,5 +229,5 @@ class Token:
     def _cookie(self, origin: str, until_s: int) -> str:
         return f"{until_s}.{self._derived('cookie', f'{until_s} {origin}'.encode())}"
 
-    def _derived(self, what: str, salt: bytes) -> str:
-        return hmac.new(self._token.encode(), what.encode() + salt, hashlib.sha256).hexdigest()
+    def _derived(self, purpose: str, salt: bytes) -> str:
+        return hmac.new(self._token.encode(), purpose.encode() + salt, hashlib.sha256).hexdigest()

@@ -53,21 +53,21 @@ class Place:
         self.limit("request", REQUEST_S)
         self.limit("stranger", STRANGER_S)
 
-    def limit(self, what: str, limit_s: float) -> None:
+    def limit(self, name: str, limit_s: float) -> None:
         """End the connection after that time, unless :meth:`lift` is called before."""
-        if what not in self._limits:
-            self._limits[what] = self._loop.call_later(limit_s, self.end)
+        if name not in self._limits:
+            self._limits[name] = self._loop.call_later(limit_s, self.end)
 
-    def lift(self, what: str) -> None:
-        if (timer := self._limits.pop(what, None)) is not None:
+    def lift(self, name: str) -> None:
+        if (timer := self._limits.pop(name, None)) is not None:
             timer.cancel()
 
-    def know(self) -> None:
+    def mark_known(self) -> None:
         """Mark the connection as no stranger's: it showed a cookie or the token."""
         self.is_stranger = False
         self.lift("stranger")
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the place of a connection that has ended."""
         for what in list(self._limits):
             self.lift(what)
@@ -75,7 +75,7 @@ class Place:
             del self._listener.places[self._peer]
 
     def end(self) -> None:
-        self.leave()
+        self.release()
         if self.transport is not None:
             self.transport.abort()
             return
@@ -139,7 +139,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._place is not None:
-            self._place.leave()
+            self._place.release()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -28,7 +28,7 @@ from immortal.presenters.operations import (
     place_in_words,
     with_times,
 )
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.extensions import QUERIES
 from immortal.protocol.safe_output import printable_json_text
 from immortal.web import WebError
@@ -65,10 +65,10 @@ def instance(request: Request) -> Response:
 def instance_live(request: Request) -> EventSourceResponse:
     site, settings = site_of(request), settings_of(request)
 
-    def look() -> Iterator[tuple[str, str]]:
+    def render_pieces() -> Iterator[tuple[str, str]]:
         yield "overview", render("_overview.html", site=site, name=settings.name, **_view(site, settings))
 
-    return stream(request, look)
+    return stream(request, render_pieces)
 
 
 def handler(request: Request) -> Response:
@@ -97,12 +97,12 @@ def _view(site: Site, settings: InstanceSettings) -> Values:
     return {
         "row": row,
         "settings": settings,
-        "streams": _streams(row.status, _told(settings, "peers").get("peers", {})),
+        "streams": _streams(row.status, _query_coordinator(settings, "peers").get("peers", {})),
         **waiting,
         "kinds": Counter(kind for one in waiting["handlers"] for kind in one["kinds"]),
         "letters": row.status.get("letters") or {},
         "clients": row.status.get("clients") or {},
-        "callers": _told(settings, "clients").get("clients", []),
+        "callers": _query_coordinator(settings, "clients").get("clients", []),
         "failed": _failed(site, settings),
         "verdicts": {kind: count for kind, count in (row.status.get("verdicts") or {}).items() if count},
     }
@@ -148,10 +148,10 @@ def _streams(status: Values, peers: Values) -> list[Values]:
     return found
 
 
-def _told(settings: InstanceSettings, what: str) -> Values:
+def _query_coordinator(settings: InstanceSettings, verb: str) -> Values:
     """Return what an instance that runs tells; {} if it does not."""
     try:
-        return control.query(settings.folder, what, ASK_S)
+        return control.query(settings.folder, verb, ASK_S)
     except ControlError:
         return {}
 
@@ -184,11 +184,11 @@ def _handlers(settings: InstanceSettings) -> Values:
     return found
 
 
-def _wait(name: str, one: Values, wait: Values) -> Values:
+def _wait(name: str, handler: Values, wait: Values) -> Values:
     return {
         "kind": wait["kind"],
         "text": format_wait(wait),
-        "ends": describe_wait_end(name, one["id"], wait),
+        "ends": describe_wait_end(name, handler["id"], wait),
         "event": wait.get("event"),
         "is_between_attempts": bool(wait.get("failure")),
     }
@@ -228,10 +228,10 @@ def queries(request: Request) -> Response:
 
 async def ask(request: Request) -> Response:
     form = await form_of(request)
-    return await to_thread.run_sync(lambda: _asked(request, form.get("query", ""), form.get("arguments", "")))
+    return await to_thread.run_sync(lambda: _query_response(request, form.get("query", ""), form.get("arguments", "")))
 
 
-def _asked(request: Request, query: str, text: str) -> Response:
+def _query_response(request: Request, query: str, text: str) -> Response:
     answer, problem = "", ""
     try:
         answer = _answer(site_of(request), settings_of(request), query, _arguments(text))
@@ -259,7 +259,10 @@ def _answer(site: Site, settings: InstanceSettings, query: str, arguments: list[
             value = getattr(instance.query, query)(*arguments)
         except CallRaised as error:
             raise WebError(f"the query raised {error}") from None
-    return printable_json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    encoded = msgspec.json.encode(value)
+    if redaction.concerns(query):
+        encoded = msgspec.json.encode(redaction.result(query, decoding.load_json(encoded)), enc_hook=str)
+    return printable_json_text(msgspec.json.format(encoded, indent=2).decode())
 
 
 def _query_page(
@@ -288,17 +291,17 @@ WARM_UP_S = 1.0  # for the first look at all instances, before the URL is printe
 
 def warm_up(site: Site) -> None:
     """Ask all instances for their status and load the templates, so that the first page is fast."""
-    site.fleet.look(0.0)
+    site.fleet.refresh(0.0)
     page("login.html", site=site, wrong=False)
     page("fleet.html", site=site, **_shown(site.fleet.rows(), "", ""))
-    site.fleet.look(WARM_UP_S)
+    site.fleet.refresh(WARM_UP_S)
 
 
 def login(request: Request) -> Response:
     """Give the browser a cookie if it has the right token; otherwise ask for the token."""
     site = site_of(request)
     given = request.query_params.get("token", "")
-    if site.token.lets_look(given.strip()):
+    if site.token.may_read(given.strip()):
         response: Response = RedirectResponse("/", 303)
         scheme, host = request.app.state.scheme, request.headers.get("host", "")
         response.set_cookie(
@@ -322,9 +325,9 @@ def fleet_live(request: Request) -> EventSourceResponse:
 
     names: list[str] | None = None
 
-    def look() -> Iterator[tuple[str, str]]:
+    def render_pieces() -> Iterator[tuple[str, str]]:
         nonlocal names
-        site.fleet.look(LOOK_S)
+        site.fleet.refresh(LOOK_S)
         view = _fleet_view(site, request)
         before, names = names, [row.name for row in view["rows"]]
         yield "tiles", render("_tiles.html", **view)
@@ -333,7 +336,7 @@ def fleet_live(request: Request) -> EventSourceResponse:
         for row in view["rows"]:
             yield f"row-{row.name}", cells(row)
 
-    return stream(request, look)
+    return stream(request, render_pieces)
 
 
 def _fleet_view(site: Site, request: Request) -> dict[str, Any]:

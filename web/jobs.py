@@ -59,7 +59,7 @@ class Jobs:
         with self._lock:
             if len(self._running) >= WHAT_IFS_MAX:
                 raise WebError(f"{WHAT_IFS_MAX} what-ifs run already: wait for one of them, or cancel it", 409)
-            self._keep(job)
+            self._save(job)
             process = _start("what-if" if order.fleet is None else "fleet", subprocess.DEVNULL)
             self._running[job.id] = job, process
         threading.Thread(target=self._follow, args=(job, process), name=f"what-if {job.id}", daemon=True).start()
@@ -88,7 +88,7 @@ class Jobs:
             job.state, job.error = "failed", "the server was stopped while it ran: start it again"
         return job
 
-    def of(self, name: str) -> list[Job]:
+    def of_instance(self, name: str) -> list[Job]:
         """Return the last what-ifs of an instance, or of the fleet (""), the newest first."""
         found = []
         for path in self._paths():
@@ -137,12 +137,12 @@ class Jobs:
             job.state = "failed" if job.report is None else "done"
             job.error = job.error or ("" if job.report else f"its process ended with status {process.returncode}")
         try:
-            self._keep(job)
+            self._save(job)
         finally:
             with self._lock:
                 del self._running[job.id]
 
-    def _keep(self, job: Job) -> None:
+    def _save(self, job: Job) -> None:
         make_folder(self._folder)
         write_atomically(self._path(job.id), msgspec.json.encode(job), mode=0o600)
         for path in self._paths()[KEPT_MAX:]:
@@ -179,7 +179,7 @@ class SqlJobs:
         if not self._room.acquire(blocking=False):
             raise WebError(f"{QUERIES_MAX} queries run already: try again when one of them is done", 409)
         try:
-            answer = self._ask(order)
+            answer = self._run_query(order)
         finally:
             self._room.release()
         if answer.found is None:
@@ -191,7 +191,7 @@ class SqlJobs:
             for process in self._running:
                 _end(process)
 
-    def _ask(self, order: SqlOrder) -> _Answer:
+    def _run_query(self, order: SqlOrder) -> _Answer:
         process = _start("sql", subprocess.PIPE)
         with self._lock:
             self._running.add(process)

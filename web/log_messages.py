@@ -91,7 +91,7 @@ class Filter:
         self._method = wanted.method.lower()
         self._pattern = re.compile(wanted.pattern) if wanted.pattern else None
 
-    def takes(self, message: Message) -> bool:
+    def matches(self, message: Message) -> bool:
         wanted = self._wanted
         if message.problem:
             return wanted.is_all
@@ -186,7 +186,7 @@ def format_source(message: Message) -> str:
 def page_from(reader: LogReader, methods: Methods, wanted: Wanted, at: At, limit: int) -> Page:
     """Return a page of the first ``limit`` wanted messages from ``at`` on."""
     first, last = reader.ends()
-    takes, found = Filter(wanted).takes, list[Message]()
+    matches, found = Filter(wanted).matches, list[Message]()
     end_s, looked_to, is_cut = time.monotonic() + SCAN_S, at[0], False
     newer: At | None = None
     for message in _messages(reader, methods, max(at[0], first), last):
@@ -196,7 +196,7 @@ def page_from(reader: LogReader, methods: Methods, wanted: Wanted, at: At, limit
         if len(found) == limit:
             newer = _at(message)
             break
-        if takes(message):
+        if matches(message):
             found.append(_slim(message))
         elif time.monotonic() > end_s:
             newer, is_cut = (message.sequence_id, message.index + 1), True
@@ -209,7 +209,7 @@ def page_before(reader: LogReader, methods: Methods, wanted: Wanted, at: At | No
     """Return a page of the last ``limit`` wanted messages before ``at`` (None: before the end), the oldest first."""
     first, last = reader.ends()
     end = (last + 1, 0) if at is None else min(at, (last + 1, 0))
-    takes, found = Filter(wanted).takes, list[Message]()
+    matches, found = Filter(wanted).matches, list[Message]()
     end_s, count, upper = time.monotonic() + SCAN_S, BACK_RECORDS, end[0] if end[1] else end[0] - 1
     lower, is_cut = upper + 1, False
     while lower > first and len(found) < limit:
@@ -218,7 +218,7 @@ def page_before(reader: LogReader, methods: Methods, wanted: Wanted, at: At | No
             break
         lower = max(first, upper - count + 1)
         read = _messages(reader, methods, lower, min(last, upper + 1))  # the next record shows a gap
-        found[:0] = [_slim(one) for one in read if one.sequence_id <= upper and _at(one) < end and takes(one)]
+        found[:0] = [_slim(one) for one in read if one.sequence_id <= upper and _at(one) < end and matches(one)]
         upper, count = lower - 1, min(BACK_RECORDS_MAX, count * 2)
     kept = found[-limit:]
     older: At | None = (lower, 0) if lower > first else None
@@ -297,7 +297,7 @@ class Times:
         self.first, self.last = reader.ends()
         self._known: dict[int, int] = {}
 
-    def of(self, sequence_id: int) -> int:
+    def time_ns(self, sequence_id: int) -> int:
         """Return a record's time, in ns since the Unix epoch; 0 if the record is damaged or missing."""
         found = self._known.get(sequence_id)
         if found is None:
@@ -314,7 +314,7 @@ class Times:
         high = self.last + 1 if high is None else high
         while low < high:
             middle = (low + high) // 2
-            if self.of(middle) < time_ns:
+            if self.time_ns(middle) < time_ns:
                 low = middle + 1
             else:
                 high = middle

@@ -43,7 +43,7 @@ HANDLER_S = 60.0  # for the messages of a record, under changed code of a fleet
 EFFECTS = ("fail", "by-key")
 MEMORY_MB = 2048  # of the process of a query; the query itself can have half of it
 
-Say = Callable[[dict[str, Any]], None]
+SendAnswer = Callable[[dict[str, Any]], None]
 
 
 class FleetOrder(msgspec.Struct, frozen=True):
@@ -206,47 +206,47 @@ def main(what: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # users' classes may print
 
-    def say(answer: dict[str, Any]) -> None:
+    def send_answer(answer: dict[str, Any]) -> None:
         answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
 
     order = sys.stdin.buffer.read()
     if what == "sql":
-        _answer_query(decoding.decode_json(order, type=SqlOrder), say)
+        _answer_query(decoding.decode_json(order, type=SqlOrder), send_answer)
     else:
-        _answer_what_if(decoding.decode_json(order, type=Order), say)
+        _answer_what_if(decoding.decode_json(order, type=Order), send_answer)
 
 
-def _answer_what_if(order: Order, say: Say) -> None:
-    said_s = 0.0
+def _answer_what_if(order: Order, send_answer: SendAnswer) -> None:
+    sent_s = 0.0
 
     def progress(done: int, total: int | None) -> None:
-        nonlocal said_s
-        if time.monotonic() - said_s >= PROGRESS_S:
-            said_s = time.monotonic()
-            say({"progress": [done, total]})
+        nonlocal sent_s
+        if time.monotonic() - sent_s >= PROGRESS_S:
+            sent_s = time.monotonic()
+            send_answer({"progress": [done, total]})
 
     try:
         if order.fleet is not None:
-            say({"report": run_fleet_order(order.home, order.fleet, progress)})
+            send_answer({"report": run_fleet_order(order.home, order.fleet, progress)})
         else:
-            say({"report": run_what_if_order(order, progress)})
+            send_answer({"report": run_what_if_order(order, progress)})
     except OutputDivergenceError as error:
         text = f"{error}\nThe old code does not repeat what the log has. So there is nothing to compare with: give the"
-        say({"error": f"{text} code that made this log, or see 'immortal verify {order.name}'"})
+        send_answer({"error": f"{text} code that made this log, or see 'immortal verify {order.name}'"})
     except (ImmortalError, OSError) as error:
-        say({"error": str(error)})
+        send_answer({"error": str(error)})
 
 
-def _answer_query(order: SqlOrder, say: Say) -> None:
+def _answer_query(order: SqlOrder, send_answer: SendAnswer) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_MB << 20, MEMORY_MB << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        say({"found": run_query(order)})
+        send_answer({"found": run_query(order)})
     except MemoryError:
-        say({"error": f"the query needs more than {MEMORY_MB} MiB of memory"})
+        send_answer({"error": f"the query needs more than {MEMORY_MB} MiB of memory"})
     except (ImmortalError, OSError) as error:
-        say({"error": str(error)})
+        send_answer({"error": str(error)})
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Notes:
         self._folder = folder
         self._lock = threading.Lock()
 
-    def of(self, name: str) -> list[Note]:
+    def of_instance(self, name: str) -> list[Note]:
         """Return the notes about an instance, by moment."""
         try:
             lines = self._path(name).read_bytes().splitlines()
@@ -72,7 +72,7 @@ class Notes:
             raise WebError(f"a note has {len(text)} characters: 1 to {NOTE_CHARACTERS_MAX} were expected")
         line = msgspec.json.encode(Note(record, index, text, time.time_ns())) + b"\n"
         with self._lock:
-            if len(self.of(name)) >= NOTES_MAX:
+            if len(self.of_instance(name)) >= NOTES_MAX:
                 raise WebError(f"{name} has {NOTES_MAX} notes: remove some of them from {self._path(name)}")
             make_folder(self._folder)
             descriptor = os.open(self._path(name), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -209,15 +209,15 @@ Pieces = Iterable[tuple[str, str]]
 """Pieces of a page, each as (event, HTML)."""
 
 
-def stream(request: Request, look: Callable[[], Pieces]) -> EventSourceResponse:
-    """Stream a page: call ``look`` in a thread each second and send the changed pieces, up to the cookie's end."""
+def stream(request: Request, render_pieces: Callable[[], Pieces]) -> EventSourceResponse:
+    """Stream a page: call ``render_pieces`` in a thread each second, and send changed pieces up to the cookie's end."""
     visitor = request.scope.get(VISITOR)
     until_s = math.inf if visitor is None else visitor.until_s
 
     async def events() -> AsyncIterator[ServerSentEvent]:
         sent: dict[str, bytes] = {}
         while time.time() < until_s and not await request.is_disconnected():
-            for event, html in await to_thread.run_sync(lambda: list(look())):
+            for event, html in await to_thread.run_sync(lambda: list(render_pieces())):
                 mark = hashlib.blake2b(html.encode("utf-8", "replace"), digest_size=16).digest()
                 if sent.get(event) != mark:
                     sent[event] = mark

@@ -54,7 +54,7 @@ def travel(request: Request) -> Response:
     at, path = place_of(request), text_of(request, "path")
     moment, problem, record, note, status = None, "", None, "", 200
     try:
-        overview = _ask(site, settings, "overview", **({} if at is None else {"record": at[0]}))
+        overview = _ask_explorer(site, settings, "overview", **({} if at is None else {"record": at[0]}))
         note = site.travel.code_of(settings.name, at[0] if at else None).note
     except ReplayError as error:
         overview, problem, status = {"first": None, "last": -1}, str(error), 422
@@ -65,7 +65,7 @@ def travel(request: Request) -> Response:
     else:
         place = at or (overview["last"], None)
         try:
-            moment = _ask(site, settings, "moment", record=place[0], index=place[1], path=path)
+            moment = _ask_explorer(site, settings, "moment", record=place[0], index=place[1], path=path)
         except ReplayError as error:
             problem, status = str(error), 422
     if moment is not None:
@@ -83,7 +83,7 @@ def travel(request: Request) -> Response:
         problem=problem,
         note=note,
         at=at or (overview["last"], 0),
-        notes=site.notes.of(settings.name),
+        notes=site.notes.of_instance(settings.name),
     )
 
 
@@ -94,9 +94,9 @@ async def find(request: Request) -> Response:
     back = form.get("way") == "back"
     handler, expression = form.get("handler", ""), form.get("expression", "")
     asked = {"record": record, "index": index, "handler": handler, "expression": expression, "back": back}
-    found = await to_thread.run_sync(lambda: _ask(site, settings, "find", **asked))
+    found = await to_thread.run_sync(lambda: _ask_explorer(site, settings, "find", **asked))
     if found["at"] is not None:
-        return _go_to(request, *found["at"])
+        return _redirect_to_moment(request, *found["at"])
     how = "so far, up to" if found["is_cut"] else "up to"
     lines = [f"No such moment {how} record {found['looked']}."]
     if found["raised"]:
@@ -111,7 +111,7 @@ async def _form_at(request: Request) -> tuple[dict[str, str], int, int]:
     return form, record, index or 0
 
 
-def _go_to(request: Request, record: int, index: int) -> Response:
+def _redirect_to_moment(request: Request, record: int, index: int) -> Response:
     path = moment_path(request.path_params["name"], record, index)
     if "hx-request" in request.headers:
         return Response(headers={"HX-Redirect": path})
@@ -125,7 +125,7 @@ async def evaluate(request: Request) -> Response:
     if not expression:
         raise WebError("an expression was expected")
     answer = await to_thread.run_sync(
-        lambda: _ask(site, settings, "evaluate", record=record, index=index, expression=expression)
+        lambda: _ask_explorer(site, settings, "evaluate", record=record, index=index, expression=expression)
     )
     if "raised" in answer:
         return HTMLResponse(render("_said.html", lines=[f"It raised {answer['raised']}"]))
@@ -139,7 +139,7 @@ def changed(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     record, index = _at(request)
     path = text_of(request, "path")
-    found = _ask(site, settings, "last_change", record=record, index=index, path=path)
+    found = _ask_explorer(site, settings, "last_change", record=record, index=index, path=path)
     return HTMLResponse(render("_changed.html", name=settings.name, path=path, found=found))
 
 
@@ -149,12 +149,12 @@ def watch(request: Request) -> Response:
     record, _ = _at(request)
     path = text_of(request, "path")
     first = number_of(request, "from")
-    overview = _ask(site, settings, "overview")
+    overview = _ask_explorer(site, settings, "overview")
     begin = max(overview["first"] or 0, record - WATCH_RECORDS if first is None else first)
     last = min(overview["last"], number_of(request, "to", record) or record)
     if begin > last:
         raise WebError(f"there are no records from {begin} to {last}")
-    found = _ask(site, settings, "watch", path=path, first=begin, last=last)
+    found = _ask_explorer(site, settings, "watch", path=path, first=begin, last=last)
     points = found["points"]
     changes = [
         one for before, one in zip([None, *points], points, strict=False) if before is None or before[1] != one[1]
@@ -206,7 +206,7 @@ async def note(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     form, record, index = await _form_at(request)
     site.notes.add(settings.name, record, index, form.get("text", ""))
-    return _go_to(request, record, index)
+    return _redirect_to_moment(request, record, index)
 
 
 async def again(request: Request) -> Response:
@@ -214,14 +214,14 @@ async def again(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     _, record, index = await _form_at(request)
     await to_thread.run_sync(lambda: site.travel.end(settings.name))
-    return _go_to(request, record, index)
+    return _redirect_to_moment(request, record, index)
 
 
 def replayed(request: Request) -> Response:
     """Show one message: its cause, its changes, and the messages that it caused in other logs."""
     site, settings = site_of(request), settings_of(request)
     at = request.path_params["record"], request.path_params["index"]
-    moment = _ask(site, settings, "moment", record=at[0], index=at[1])
+    moment = _ask_explorer(site, settings, "moment", record=at[0], index=at[1])
     with site.logs.reader(settings) as reader:
         message, _ = message_at(reader, {}, at)
     return HTMLResponse(
@@ -229,7 +229,7 @@ def replayed(request: Request) -> Response:
             "_replayed.html",
             name=settings.name,
             moment=moment,
-            **_made(site, settings, moment),
+            **_linked_outputs(site, settings, moment),
             cause=None if message is None else _cause(site, settings, message.source, message.position),
             source="" if message is None else format_source(message),
         )
@@ -239,27 +239,29 @@ def replayed(request: Request) -> Response:
 def followed(request: Request) -> Response:
     """Show only the messages that one message caused, so that a page can follow them from service to service."""
     site, settings = site_of(request), settings_of(request)
-    moment = _ask(site, settings, "moment", record=request.path_params["record"], index=request.path_params["index"])
-    return HTMLResponse(render("_followed.html", **_made(site, settings, moment)))
+    moment = _ask_explorer(
+        site, settings, "moment", record=request.path_params["record"], index=request.path_params["index"]
+    )
+    return HTMLResponse(render("_followed.html", **_linked_outputs(site, settings, moment)))
 
 
-def _made(site: Site, settings: InstanceSettings, moment: Values) -> Values:
+def _linked_outputs(site: Site, settings: InstanceSettings, moment: Values) -> Values:
     made = [_followed(site, settings, one) for one in moment["made"][:LINKED_MAX]]
     return {"made": made, "made_more": moment["made_count"] - len(made)}
 
 
-def _followed(site: Site, settings: InstanceSettings, one: Values) -> Values:
+def _followed(site: Site, settings: InstanceSettings, output: Values) -> Values:
     """Find a message that was made, in the log of its receiver."""
-    destination = one["destination"] or settings.name
+    destination = output["destination"] or settings.name
     if destination.startswith(CLIENTS):
-        return {**one, "name": None, "at": None, "problem": "an answer to a client"}
+        return {**output, "name": None, "at": None, "problem": "an answer to a client"}
     try:
         with site.logs.reader(site.settings(destination)) as reader:
             source = "" if destination == settings.name else settings.name
-            at = find_position(reader, source, one["position"])
+            at = find_position(reader, source, output["position"])
     except ImmortalError as error:
-        return {**one, "name": None, "at": None, "problem": str(error)}
-    return {**one, "name": destination, "at": at, "problem": "" if at else "not in its log, or no longer kept"}
+        return {**output, "name": None, "at": None, "problem": str(error)}
+    return {**output, "name": destination, "at": at, "problem": "" if at else "not in its log, or no longer kept"}
 
 
 def _cause(site: Site, settings: InstanceSettings, source: str | None, position: int) -> Values | None:
@@ -268,7 +270,7 @@ def _cause(site: Site, settings: InstanceSettings, source: str | None, position:
         return None
     sender = source or settings.name
     try:
-        found: Values = _ask(
+        found: Values = _ask_explorer(
             site, site.settings(sender), "origin", destination="" if not source else settings.name, position=position
         )
     except ImmortalError as error:
@@ -276,10 +278,10 @@ def _cause(site: Site, settings: InstanceSettings, source: str | None, position:
     return {"name": sender, **found, "problem": "" if found["at"] else "its log does not reach back that far"}
 
 
-def _ask(site: Site, settings: InstanceSettings, what: str, **given: Any) -> Values:
+def _ask_explorer(site: Site, settings: InstanceSettings, method: str, **given: Any) -> Values:
     if not log_exists(settings.log):
         raise WebError(f"{settings.name!r} has not been started yet: it has no log", 404)
-    answer: Values = site.travel.ask(settings.name, what, **given)
+    answer: Values = site.travel.ask(settings.name, method, **given)
     return answer
 
 

@@ -27,8 +27,8 @@ from functools import partial
 
 from immortal.appsdk.client.connection import Connection
 from immortal.appsdk.client.discovery import Finder
-from immortal.appsdk.client.errors import CallRaised, CallRefused, CallTimeout, ClientClosed, ClientError
-from immortal.appsdk.client.methods import STATUS
+from immortal.appsdk.client.errors import CallRefused, CallTimeout, ClientClosed, ClientError
+from immortal.appsdk.client.methods import STATUS, ForkTracker
 from immortal.appsdk.client.session import Call, Question
 from immortal.appsdk.client.shells import LoopShell, OwnId, ThreadShell, require_process
 from immortal.appsdk.client.transport import Transport, timeout_message
@@ -96,10 +96,10 @@ class Proxy:
         if len(self._immortal_shards) > 1 and not self._immortal_front:
             raise UsageError(f"{whose!r} is keyed, so a call must name the key: {whose}[key].{name}(...)")
         method = self._immortal_methods.get(name)
-        if method is None:
-            method = NamedMethod(name) if definition is None else typed_method(definition, name)
-            self._immortal_methods[name] = method
-
+        if definition is None:
+            method = NamedMethod(name, is_of_key=bool(self._immortal_front))
+        elif method is None:
+            method = self._immortal_methods[name] = typed_method(definition, name)
         made = self._immortal_method(method)
         setattr(self, name, made)
         return made
@@ -142,7 +142,7 @@ class ProxyMethod:
         encoded = self._encoded(arguments, keywords)
         made = self.handle(self._key or self._client.new_key())
         taken = self._client.start(self._method, encoded, self._timeout_s, made._key, *self._trace)
-        return _after(taken, made) if isinstance(taken, Coroutine) else made
+        return _handle_after(taken, made) if isinstance(taken, Coroutine) else made
 
     def handle(self, key: str | None = None) -> Handle[Any]:
         """Return the handle of the call with that key; without one, with the key of this proxy."""
@@ -191,9 +191,11 @@ class Queries:
     def __getattr__(self, name: str) -> ProxyMethod:
         if name.startswith("_"):
             raise AttributeError(name)
-        _, definition, *_ = self._immortal_proxy._immortal_parts
-        method = NamedQuery(name) if definition is None else typed_query(definition, name)
-        made = self._immortal_proxy._immortal_query(method)
+        proxy = self._immortal_proxy
+        _, definition, *_ = proxy._immortal_parts
+        of_key = bool(proxy._immortal_front)
+        method = NamedQuery(name, is_of_key=of_key) if definition is None else typed_query(definition, name)
+        made = proxy._immortal_query(method)
         setattr(self, name, made)
         return made
 
@@ -203,7 +205,7 @@ class NamedQueries(Queries, ProxyMethod):
 
     def __init__(self, proxy: Proxy) -> None:
         Queries.__init__(self, proxy)
-        ProxyMethod.__init__(self, proxy, NamedMethod(QUERY))
+        ProxyMethod.__init__(self, proxy, NamedMethod(QUERY, is_of_key=bool(proxy._immortal_front)))
 
 
 class Handle(Generic[R]):
@@ -324,9 +326,9 @@ def trace_context_of(traceparent: object) -> str:
         raise TypeError(str(error)) from None
 
 
-async def _after(taken: Awaitable[Any], made: Handle[Any]) -> Handle[Any]:
-    await taken
-    return made
+async def _handle_after(submitted: Awaitable[Any], handle: Handle[Any]) -> Handle[Any]:
+    await submitted
+    return handle
 
 
 def with_timeout(proxy: P, timeout: float | None) -> P:
@@ -539,60 +541,6 @@ class AsyncClient(_Calls):
     async def close(self) -> None:
         """Close the client. Waiting calls end with ClientClosed; the instance can still do what was sent."""
         await self._shell.close()
-
-
-# Forked calls: their replies, which are awaited before the client is closed.
-
-
-class ForkTracker:
-    """Forked calls that have no reply yet, and the first error of any."""
-
-    def __init__(self, instance: str) -> None:
-        self._instance = instance
-        self._missing_count = 0
-        self._error: ClientError | None = None  # the first
-        self._waiting: list[Callable[[], None]] = []
-
-    def call(self, method: Method, arguments: bytes, trace_context: str = "") -> Call:
-        """Return a call whose reply is counted here; the caller submits it."""
-        self._missing_count += 1
-        return Call(method.method, arguments, lambda call: self._done(method, call), trace_context)
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once no reply is missing, possibly at once."""
-        self._waiting.append(callback)
-        self._notify()
-
-    def _notify(self) -> None:
-        if not self._missing_count:
-            waiting, self._waiting = self._waiting, []
-            for callback in waiting:
-                callback()
-
-    def _done(self, method: Method, call: Call) -> None:
-        self._missing_count -= 1
-        try:
-            if isinstance(call.outcome, ClientError):
-                raise call.outcome
-            if call.outcome is not None:
-                method.value(call.outcome)
-        except CallRaised:
-            pass  # it was done, and nobody needs its outcome
-        except ClientError as error:
-            self._error = self._error or error
-        except Exception:  # noqa: S110 (an exception that the handler declares)
-            pass
-        self._notify()
-
-    def check(self, timeout_s: float | None) -> None:
-        """Check, after a wait of ``timeout_s``, that all forked calls were done. Raises ClientError if not."""
-        if self._error is not None:
-            raise self._error
-        if self._missing_count:
-            raise ClientClosed(
-                f"{self._missing_count} calls that were forked to {self._instance!r} have no reply within "
-                f"{timeout_s:g} s: they may have been done or not"
-            )
 
 
 class _Settling:

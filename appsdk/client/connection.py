@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from immortal.appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
 from immortal.appsdk.client.methods import query_name, query_of
 from immortal.appsdk.client.session import Call, Question, Session, refused
+from immortal.appsdk.handlers.definition import KEY_MARK
 from immortal.protocol.client_frames import (
     KEY_PREFIX,
     ClientCode,
@@ -230,6 +231,8 @@ class Connection:
     def _welcomed(self, frame: ClientFrame, now_s: float) -> None:
         names, queries = decode_methods(frame.payload)
         self._methods = {name.rpartition(".")[2]: number for number, name in names.items()}
+        is_keyed = any(f"{KEY_MARK}." in name for name in names.values())
+        self._methods |= {name + KEY_MARK: number for name, number in self._methods.items() if is_keyed}
         self._methods |= {query_name(name): number for name, number in self._methods.items() if number in queries}
         self._methods_at_s = now_s
         self._clock_offset_ns = frame.time_ns - int(now_s * 1e9)
@@ -376,11 +379,15 @@ class Connection:
         return False
 
     def _unknown_text(self, name: str) -> str:
-        handlers = ", ".join(sorted(one for one in self._methods if not query_of(one)))
+        if name.endswith(KEY_MARK):
+            name = name.removesuffix(KEY_MARK)
+            if name in self._methods:
+                return f"{self.instance!r} has no keys, its class is not keyed: call {self.instance!r} without [...]"
+        handlers = ", ".join(sorted(filter(str.isidentifier, self._methods)))
         query = query_of(name)
         if not query:
             return f"{self.instance!r} has no handler {name!r} (its handlers: {handlers})"
-        queries = ", ".join(sorted(filter(None, map(query_of, self._methods))))
+        queries = ", ".join(sorted(filter(str.isidentifier, map(query_of, self._methods))))
         known = f"its queries: {queries}" if queries else "it marks none with @query, or is of an earlier version"
         if query in self._methods:
             return f"{query!r} of {self.instance!r} is no query ({known}): it is called without .query"

@@ -23,7 +23,13 @@ from msgspec.structs import replace
 
 from immortal.appsdk.client.errors import NotConnectable
 from immortal.protocol import shared_registry
-from immortal.protocol.files import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile, openness, read_living
+from immortal.protocol.files import (
+    COORDINATOR_FILE_NAME,
+    SUPERVISOR_FILE_NAME,
+    ProcessFile,
+    describe_open_access,
+    read_living,
+)
 from immortal.protocol.shared_registry import Copy, SharedHomeError
 
 IDENTITY_VARIABLE = "IMMORTAL_IDENTITY"
@@ -77,7 +83,7 @@ class Finder(Struct, frozen=True):
         """Return the endpoints and keys of the instance. Raises NotConnectable."""
         home = home_of(self.home)
         for folder in (home, home / self.name):
-            if (problem := openness(folder)) is not None:
+            if (problem := describe_open_access(folder)) is not None:
                 raise NotConnectable(problem)
         registered = {} if self.endpoints else _settings(home, self.name)
         endpoints = tuple(self.endpoints) or (_endpoint(home, self.name, registered),)
@@ -148,7 +154,7 @@ class RegistryWatch:
     def __init__(self, finder: Finder, copy: Copy) -> None:
         self._finder, self._copy = finder, copy
         self._changes = -1
-        copy.keep()
+        copy.start_sync()
 
     def has_moved(self, places: Places) -> bool:
         """Return True if the instance has other endpoints or keys than ``places``. Cheap while nothing changes."""
@@ -162,7 +168,7 @@ class RegistryWatch:
         return (found.endpoints, found.server_keys) != (places.endpoints, places.server_keys)
 
     def close(self) -> None:
-        self._copy.leave()
+        self._copy.stop_sync()
 
 
 def home_of(home: str | os.PathLike[str] | None) -> Path:

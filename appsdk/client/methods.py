@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from typing import Any, Literal, Protocol
@@ -17,11 +17,12 @@ from immortal.appsdk.client.errors import (
     CalleeFailed,
     CallRaised,
     CallRefused,
+    ClientClosed,
     ClientError,
 )
-from immortal.appsdk.client.session import REQUEST_ACCEPTED, REQUEST_UNKNOWN
+from immortal.appsdk.client.session import REQUEST_ACCEPTED, REQUEST_UNKNOWN, Call
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.definition import KEY_MARK, Definition
 from immortal.appsdk.handlers.proxy import find_handler
 from immortal.appsdk.state.journal import decode_raised
 from immortal.protocol import decoding
@@ -51,10 +52,10 @@ class Method(Protocol):
 
 
 class NamedMethod:
-    """Method of an instance whose class is not known here."""
+    """Method of an instance whose class is not known here. ``is_of_key``: it is called for a key of a keyed class."""
 
-    def __init__(self, name: str) -> None:
-        self.method: int | str = name
+    def __init__(self, name: str, *, is_of_key: bool = False) -> None:
+        self.method: int | str = name + KEY_MARK * is_of_key
         self.name = name
 
     def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
@@ -77,9 +78,9 @@ class NamedMethod:
 class NamedQuery(NamedMethod):
     """Method that is called only if the instance has it as a query."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.method = query_name(name)
+    def __init__(self, name: str, *, is_of_key: bool = False) -> None:
+        super().__init__(name, is_of_key=is_of_key)
+        self.method = query_name(str(self.method))
 
 
 def query_name(name: str) -> str:
@@ -108,7 +109,7 @@ class TypedMethod:
         if keywords or len(arguments) != self._codec.plain_count:
             arguments = self._codec.bind(arguments, keywords)
         if self._codec.needs_forms:
-            arguments = self._codec.exactly(arguments)
+            arguments = self._codec.tag_values(arguments)
         data = _encoded(self.name, arguments, self._codec.signature.parameters)
         try:
             self._codec.decode(data)
@@ -239,3 +240,54 @@ class _CancelMethod:
 
 STATUS = _StatusMethod()
 CANCEL = _CancelMethod()
+
+
+class ForkTracker:
+    """Forked calls that have no reply yet, which a client awaits before it closes, and the first error of any."""
+
+    def __init__(self, instance: str) -> None:
+        self._instance = instance
+        self._missing_count = 0
+        self._error: ClientError | None = None  # the first
+        self._waiting: list[Callable[[], None]] = []
+
+    def call(self, method: Method, arguments: bytes, trace_context: str = "") -> Call:
+        """Return a call whose reply is counted here; the caller submits it."""
+        self._missing_count += 1
+        return Call(method.method, arguments, lambda call: self._done(method, call), trace_context)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once no reply is missing, possibly at once."""
+        self._waiting.append(callback)
+        self._notify()
+
+    def _notify(self) -> None:
+        if not self._missing_count:
+            waiting, self._waiting = self._waiting, []
+            for callback in waiting:
+                callback()
+
+    def _done(self, method: Method, call: Call) -> None:
+        self._missing_count -= 1
+        try:
+            if isinstance(call.outcome, ClientError):
+                raise call.outcome
+            if call.outcome is not None:
+                method.value(call.outcome)
+        except CallRaised:
+            pass  # it was done, and nobody needs its outcome
+        except ClientError as error:
+            self._error = self._error or error
+        except Exception:  # noqa: S110 (an exception that the handler declares)
+            pass
+        self._notify()
+
+    def check(self, timeout_s: float | None) -> None:
+        """Check, after a wait of ``timeout_s``, that all forked calls were done. Raises ClientError if not."""
+        if self._error is not None:
+            raise self._error
+        if self._missing_count:
+            raise ClientClosed(
+                f"{self._missing_count} calls that were forked to {self._instance!r} have no reply within "
+                f"{timeout_s:g} s: they may have been done or not"
+            )

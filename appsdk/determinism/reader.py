@@ -10,7 +10,17 @@ import inspect
 import linecache
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+    Set,
+)
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
@@ -19,8 +29,10 @@ from msgspec.structs import replace
 from immortal.appsdk.determinism.rules import (
     AWAIT,
     AWAIT_OR_FORK,
+    BY_RESULT,
     IN_A_STEP,
     NOT_BEGUN,
+    NOT_RUN_AGAIN,
     OF_A_COPY,
     REFUSED,
     Rule,
@@ -56,6 +68,7 @@ _ORDERED = frozenset(  # built-in functions and classes
 )
 _ORDERED_METHODS = frozenset({"join", "extend", "extendleft", "fromkeys", "writelines"})
 _WAITING = (sleep, at, event, race, step)
+_CHANGES = {*dir(MutableMapping), *dir(MutableSequence), *dir(MutableSet)} - {*dir(Mapping), *dir(Sequence), *dir(Set)}
 _SET_METHODS = frozenset({"copy", "union", "difference", "intersection", "symmetric_difference"})
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -112,7 +125,7 @@ class Follower(Protocol):
 
     def add(self, code: CodeType, line: int, what: str, instead: str) -> None: ...
     def follow(self, value: Value) -> None: ...
-    def making(self, cls: type) -> Iterator[tuple[str, Value]]: ...
+    def default_calls(self, cls: type) -> Iterator[tuple[str, Value]]: ...
 
 
 class Reader(ast.NodeVisitor):
@@ -244,13 +257,13 @@ class Reader(ast.NodeVisitor):
                 return item(receiver)
         value = self._value(function)
         if is_object(value, super) and not node.args:
-            own, cls = self._own_first(), self._closure.get("__class__")
+            own, cls = self._first_parameter(), self._closure.get("__class__")
             return Super(own, cls) if isinstance(own, Instance) and isinstance(cls, type) else None
         if is_object(value, set, frozenset) and node.args and is_state_set(first := self._value(node.args[0])):
             return first
         return result(value)
 
-    def _own_first(self) -> Value:
+    def _first_parameter(self) -> Value:
         arguments = [*self._node.args.posonlyargs, *self._node.args.args]
         return self._name(arguments[0].arg) if arguments else None
 
@@ -295,11 +308,33 @@ class Reader(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.Lambda) -> None:
         is_step = node in self._steps
+        if is_step:
+            self._check_step(node)
         self._step_depth += is_step
         self.generic_visit(node)
         self._step_depth -= is_step
 
     visit_Lambda = visit_FunctionDef  # noqa: N815 (the name is ast's)
+
+    def _check_step(self, function: ast.AST) -> None:
+        """Report variables of the handler that a step's function changes: a recovery does not run it again."""
+        nodes = list(ast.walk(function))
+        own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        own |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        for node in nodes:
+            changed: Any = None
+            if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                changed = node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+                changed = node.func.value
+            while isinstance(changed, ast.Attribute | ast.Subscript):
+                changed = changed.value
+            names = node.names if isinstance(node, ast.Nonlocal) else []
+            if isinstance(changed, ast.Name) and changed.id not in own and self._bound[changed.id]:
+                value = self._value(changed)
+                names = [] if isinstance(value, Instance) and value.waits else [changed.id]
+            for name in names:
+                self._report(node, f"changes {name} of its handler in a step, {NOT_RUN_AGAIN}", BY_RESULT)
 
     def _find_steps(self) -> set[ast.AST]:
         """Return the functions that are passed to `immortal.step`: defined here, a lambda, or `self.method`."""
@@ -311,7 +346,7 @@ class Reader(ast.NodeVisitor):
 
     # --- findings -----------------------------------------------------------------------------------------------------
 
-    def _report(self, node: ast.expr, what: str, instead: str) -> None:
+    def _report(self, node: Any, what: str, instead: str) -> None:
         if not self._source.opted_out(node):
             self._search.add(self._function.__code__, node.lineno, what, instead)
 
@@ -321,7 +356,7 @@ class Reader(ast.NodeVisitor):
     def _reference(self, node: ast.expr) -> None:
         """Report a name or attribute that is read: a function that is passed on will be called."""
         value = self._value(node)
-        if isinstance(value, Known) and (rule := self._search.rules.of_function(value.value)) is not None:
+        if isinstance(value, Known) and (rule := self._search.rules.rule_of_function(value.value)) is not None:
             if rule.arguments_count < 0:
                 self._report_rule(node, "uses", rule)
         elif not self._source.opted_out(node):
@@ -343,29 +378,29 @@ class Reader(ast.NodeVisitor):
         function = self._value(node.func)
         self._check_order(node, function)
         if isinstance(function, Known) and isinstance(function.value, type):
-            self._making(node, function.value)
+            self._check_creation(node, function.value)
         elif isinstance(function, Known | Instance) and not self._source.opted_out(node):
             self._search.follow(attribute(function, "__call__"))
-        rule = self._search.rules.of_function(function.value) if isinstance(function, Known) else None
+        rule = self._search.rules.rule_of_function(function.value) if isinstance(function, Known) else None
         if rule is None:
             self.visit(node.func)
-        elif rule.holds(node):
+        elif rule.applies_to(node):
             self._report_rule(node, "calls", rule)
         # The function of an effect is not replayed: it can do anything.
         for part in (*node.args[_is_effect(function) :], *node.keywords):
             self.visit(part)
 
-    def _making(self, node: ast.Call, cls: type) -> None:
-        if (rule := self._search.rules.of_class(cls)) is not None and rule.holds(node):
+    def _check_creation(self, node: ast.Call, cls: type) -> None:
+        if (rule := self._search.rules.rule_of_class(cls)) is not None and rule.applies_to(node):
             self._report_rule(node, "calls", rule)
             return
         if self._source.opted_out(node):
             return
         given = {keyword.arg for keyword in node.keywords}
-        for field, value in self._search.making(cls):
+        for field, value in self._search.default_calls(cls):
             if field in given:
                 continue
-            rule = self._search.rules.of_function(value.value) if isinstance(value, Known) else None
+            rule = self._search.rules.rule_of_function(value.value) if isinstance(value, Known) else None
             if rule is None:
                 self._search.follow(value)
             else:
@@ -393,9 +428,9 @@ class Reader(ast.NodeVisitor):
         elif known is None or known.__name__ not in _ORDERED:
             return
         for argument in node.args:
-            self._goes_through(argument)
+            self._check_iteration(argument)
 
-    def _goes_through(self, node: ast.expr) -> None:
+    def _check_iteration(self, node: ast.expr) -> None:
         if is_state_set(self._value(node)):
             self._report_set(node, "goes through", "sorted")
 
@@ -406,7 +441,7 @@ class Reader(ast.NodeVisitor):
         )
 
     def visit_For(self, node: ast.For) -> None:
-        self._goes_through(node.iter)
+        self._check_iteration(node.iter)
         self.generic_visit(node)
 
     def visit_SetComp(self, node: ast.SetComp) -> None:
@@ -415,12 +450,12 @@ class Reader(ast.NodeVisitor):
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         if node not in self._order_free:
-            self._goes_through(node.iter)
+            self._check_iteration(node.iter)
         self.generic_visit(node)
 
     def visit_Starred(self, node: ast.Starred) -> None:
         if isinstance(node.ctx, ast.Load) and node not in self._order_free:
-            self._goes_through(node.value)
+            self._check_iteration(node.value)
         self.generic_visit(node)
 
     def visit_Set(self, node: ast.Set) -> None:
@@ -428,12 +463,12 @@ class Reader(ast.NodeVisitor):
             self.visit(part.value if isinstance(part, ast.Starred) else part)
 
     def visit_YieldFrom(self, node: ast.YieldFrom) -> None:
-        self._goes_through(node.value)
+        self._check_iteration(node.value)
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         if any(isinstance(target, ast.Tuple | ast.List) for target in node.targets):
-            self._goes_through(node.value)
+            self._check_iteration(node.value)
         self.generic_visit(node)
 
     # --- exceptions ---------------------------------------------------------------------------------------------------

@@ -14,14 +14,14 @@ from immortal.appsdk.dispatch.invocation import receiver, rpc_receiver, waking
 from immortal.appsdk.errors import Failure, HandlerError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.nodes.reference_counts import decode_awaited_node_call, decode_node_call, decode_word
+from immortal.appsdk.nodes.reference_counts import decode_awaited_node_call, decode_handle_message, decode_node_call
 from immortal.appsdk.ordering.multicasts import (
     decode_executed,
     decode_fence_message,
     decode_ordering_message,
     decode_propose,
 )
-from immortal.appsdk.waiting.impulses import EffectResult, ToldTime
+from immortal.appsdk.waiting.impulses import EffectResult, LoggedTime
 from immortal.protocol import decoding
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 VIEW_SIZE_BYTES_MIN = 4 << 10  # messages from this size on are decoded from a view, smaller ones from a faster copy
 
-KNOWN_MAX = 4096  # limit of cached fronts of messages: about 1 MiB
+CACHED_MAX = 4096  # limit of cached fronts of messages: about 1 MiB
 
 Entry = tuple[Decode, Callable[..., Any], str]
 Found = tuple[Decode, Callable[..., Any], str, bytes, int, int]  # ..., front with its size, its length, whole size
@@ -58,25 +58,26 @@ class Delivery:
         self._context = context
         self._entries: dict[int, Entry] = {}
         self._by_front: dict[bytes, Entry] = {}
+        receive = context.tasks.incoming.receive_answer
         self._answers: dict[RpcKind, Entry] = {
-            kind: _entry(lambda data: data, partial(context.tasks.incoming.answered, kind), "the answer of a call")
+            kind: _entry(lambda data: data, partial(receive, kind), "the answer of a call")
             for kind in (RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED)
         }
         tasks, wakes = context.tasks, definition.has_tasks
         multicasts, inbox = context.multicasts, context.nodes.inbox
         for method_id, handler in self._definition.by_method_id.items():
             codec = self._definition.codec(handler)
-            taking, is_plain = context.nodes.accounts.taking, not codec.may_hold_handles
-            decode = codec.decode_plainly if is_plain else taking(codec.decode)
+            counting, is_plain = context.nodes.accounts.counting, not codec.may_hold_handles
+            decode = codec.decode_plainly if is_plain else counting(codec.decode)
             self._entries[method_id] = (decode, receiver(tasks, handler, wakes=wakes), codec.name)
         name = self._definition.initial
         begin: Callable[..., Any] = (lambda instance: None) if name is None else getattr(self._definition.cls, name)
         begin = waking(tasks, begin) if wakes else begin
         nothing: Any = decoding.Decoder(tuple[()]).decode
         initial = (nothing, self._only_in_first_record(begin), f"{self._definition.name}.{name or 'initial'}")
-        clock = _entry(decoding.Decoder(ToldTime).decode, tasks.told_time, "the clock")
-        effects = _entry(decoding.Decoder(EffectResult).decode, tasks.effect_done, "the result of an effect")
-        orders = _entry(decoding.Decoder(Order).decode, tasks.ordered, "an operator's order")
+        clock = _entry(decoding.Decoder(LoggedTime).decode, tasks.apply_time, "the clock")
+        effects = _entry(decoding.Decoder(EffectResult).decode, tasks.receive_effect_result, "the result of an effect")
+        orders = _entry(decoding.Decoder(Order).decode, tasks.execute_order, "an operator's order")
         cancels: Entry = (
             decoding.Decoder(tuple[str, int, int, str]).decode,
             lambda instance, caller, number, cancelled, reason: tasks.cancel_call(caller, number, cancelled, reason),
@@ -115,14 +116,14 @@ class Delivery:
                 RpcType.FORK,
                 _entry(decode_executed, multicasts.handle_executed, "an ordered multicast"),
             ),
-            (NODE_METHOD_ID, RpcType.FORK, _entry(decode_node_call, inbox.called, "a handle")),
-            (NODE_METHOD_ID, RpcType.ASYNC, _entry(decode_awaited_node_call, inbox.called, "a handle")),
-            (HANDLES_METHOD_ID, RpcType.FORK, _entry(decode_word, inbox.told, "a handle")),
+            (NODE_METHOD_ID, RpcType.FORK, _entry(decode_node_call, inbox.run_call, "a handle")),
+            (NODE_METHOD_ID, RpcType.ASYNC, _entry(decode_awaited_node_call, inbox.run_call, "a handle")),
+            (HANDLES_METHOD_ID, RpcType.FORK, _entry(decode_handle_message, inbox.receive_message, "a handle")),
         ):
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # Lengths of fronts, the longest first. No front is the start of another: a varint marks its own end.
         self._front_sizes = sorted({len(front) for front in self._by_front}, reverse=True)
-        self._known: dict[bytes, Found] = {}  # by the first bytes of a message
+        self._cached: dict[bytes, Found] = {}  # by the first bytes of a message
         self._key_sizes: list[int] = []  # how many bytes: two or three in practice, as method IDs have few lengths
         self._tripped: dict[bytes, str] = {}  # names of methods that are no longer called, by front
 
@@ -130,8 +131,8 @@ class Delivery:
         def decode(arguments: Any) -> tuple[Any, ...]:
             return codec.decode_call(arguments)  # made at its first use: few apps are called so
 
-        taken: Decode = self._context.nodes.accounts.taking(decode) if codec.may_hold_handles else decode
-        return taken, rpc_receiver(self._context.tasks, handler), codec.name
+        counted: Decode = self._context.nodes.accounts.counting(decode) if codec.may_hold_handles else decode
+        return counted, rpc_receiver(self._context.tasks, handler), codec.name
 
     def _only_in_first_record(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the initial method, whose message is in record 0: a later message is another sender's, and refused."""
@@ -172,7 +173,7 @@ class Delivery:
         context: Context = self._context
         octets: cython.p_const_uchar = content  # compiled, it is read without a check: only from offset to end
         index: cython.Py_ssize_t = context.message_index
-        known: dict[bytes, Found] = self._known
+        cached: dict[bytes, Found] = self._cached
         key_sizes: list[int] = self._key_sizes
         start: cython.Py_ssize_t
         stride: cython.Py_ssize_t = 0
@@ -185,7 +186,7 @@ class Delivery:
             start = offset + front_size_bytes
             if not front_size_bytes or not content.startswith(front, offset):
                 for key_size_bytes in key_sizes:
-                    found = known.get(content[offset : offset + key_size_bytes])
+                    found = cached.get(content[offset : offset + key_size_bytes])
                     if found is not None:
                         decode, function, name, front, front_size_bytes, stride = found
                         start = offset + front_size_bytes
@@ -266,10 +267,10 @@ class Delivery:
         if stride < 1 << 13:  # its size field takes no more than these two bytes
             if key_size_bytes not in self._key_sizes:
                 self._key_sizes.append(key_size_bytes)
-            if len(self._known) >= KNOWN_MAX:
-                self._known.clear()
+            if len(self._cached) >= CACHED_MAX:
+                self._cached.clear()
             key = content[offset : offset + key_size_bytes]
-            self._known[key] = (*entry, content[offset:start], start - offset, stride)
+            self._cached[key] = (*entry, content[offset:start], start - offset, stride)
         return entry, start, stride
 
     # --- failed messages: each error says how its message can fail alone ----------------------------------------------
@@ -334,8 +335,8 @@ class Delivery:
         if rpc.method_id < 0:
             text = f"method {rpc.method_id} is the SDK's own: nobody else calls it"
         else:
-            known = ", ".join(handler.name for handler in handlers) or "none"
-            text = f"{self._definition.name} has no method {rpc.method_id} (it has: {known})"
+            names = ", ".join(handler.name for handler in handlers) or "none"
+            text = f"{self._definition.name} has no method {rpc.method_id} (it has: {names})"
         return self._refused(index, refusal(name, rpc.method_id, Cause.METHOD, text))
 
     def trip(self, fronts_of: Iterable[int]) -> None:
@@ -346,7 +347,7 @@ class Delivery:
             if method_id in self._definition.by_method_id
             for front in _fronts(method_id, (RpcType.ASYNC, RpcType.FORK, RpcType.IMPULSE))
         }
-        self._known.clear()
+        self._cached.clear()
         self._key_sizes.clear()
 
     def _tripped_error(self, front: bytes, index: int) -> HandlerError:

@@ -190,7 +190,7 @@ class Dispatcher:
 
     def data_to_send(self) -> list[Chunk]:
         """Return all bytes to be sent now, in order. The caller owns them."""
-        return self.outbox.take()
+        return self.outbox.pop_chunks()
 
     @property
     def next_due_ns(self) -> int | None:
@@ -262,7 +262,7 @@ class Dispatcher:
             elif message_type == MessageType.APP_TIME:
                 self.time = decode_app_time(data)
                 if self.time.jumped_ns:
-                    self.tasks.time_impulses.jumped(self.time.time_ns, self.time.jumped_ns)
+                    self.tasks.time_impulses.note_jump(self.time.time_ns, self.time.jumped_ns)
             elif message_type == MessageType.HANDLERS_ASKED:
                 self._send_handlers(decode_handlers_question(data))
                 yield OutputReady()

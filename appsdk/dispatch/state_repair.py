@@ -5,7 +5,7 @@ tries to encode the state at some points, then at points between two of these, a
 which the state could be saved. The message is taken back if nobody has been told anything that differs from what they
 would have been told without it: after the record that was handled last the state becomes the one without it, a
 checkpoint of that follows at once, and the coordinator makes both valid together. So what was told stays true, and each
-replay does the same after that record: see :meth:`StateRepair.repeat`.
+replay does the same after that record: see :meth:`StateRepair.apply_taken_back`.
 
 If others have been told something different, an operator decides (``forced``); until then there is no checkpoint.
 """
@@ -61,7 +61,7 @@ class _Output(msgspec.Struct):
         caller = waiting_caller(message)
         if caller is None:
             return True
-        to, front = Answers.addressed(caller.name, caller.number)
+        to, front = Answers.answer_address(caller.name, caller.number)
         for answer in self.messages.get(to, ()):
             rpc = rpc_of(answer)
             if rpc is not None and rpc.kind != RpcKind.CALL:
@@ -227,7 +227,7 @@ class StateRepair:
         outbox, effects, failures = self._context.outbox, self._context.tasks.effects, self._failures
         collected: list[tuple[str, list[bytes]]] = []
         begun: list[tuple[int, str, int]] = []
-        outbox.collected, effects.begun = collected, begun
+        outbox.collected, effects.collected = collected, begun
         answers = failures.exclude(without)
         messages: dict[str, list[bytes]] = {}
         try:
@@ -237,7 +237,7 @@ class StateRepair:
             pass
         finally:
             outbox.close_open()
-            outbox.collected = effects.begun = self._records.probe = None
+            outbox.collected = effects.collected = self._records.probe = None
             failures.end_exclusion()
         for to, parts in collected:
             messages.setdefault(to, []).extend(map(bytes.__add__, parts[::2], parts[1::2]))

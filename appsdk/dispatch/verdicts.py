@@ -196,7 +196,7 @@ class Failures:
         if method_of(message) == ORDERED_METHOD_ID:
             for call in self._context.multicasts.refuse(message, verdict.text):
                 self._answer_refused(verdict, call)
-        self._context.nodes.inbox.failed(message, verdict)
+        self._context.nodes.inbox.note_verdict(message, verdict)
         if self._excluded_answers is not None and verdict.behind == 0:
             self._excluded_answers.append((verdict, message))
         elif (caller := waiting_caller(message)) is not None:

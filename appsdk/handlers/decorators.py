@@ -11,13 +11,16 @@ which differ between machines and years: it is computed once, and its time goes 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import itertools
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from copy import deepcopy
 from datetime import UTC, datetime, timedelta, tzinfo
 from operator import attrgetter
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 from zoneinfo import ZoneInfo
 
@@ -239,11 +242,11 @@ class Handler(property, Generic[P, R]):
         labels: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self.function = function
         self.decorator = decorator
         self.name = getattr(function, "__name__", repr(function))
         self.signature = check_handler_signature(function, decorator)
-        self.call: Callable[..., R] = by_position(function, self.signature)
+        self.function = with_own_defaults(function)
+        self.call: Callable[..., R] = by_position(self.function, self.signature)
         self.is_async = inspect.iscoroutinefunction(function)
         self.is_query = decorator == "query"
         self.is_keyed = False
@@ -325,9 +328,31 @@ def by_position(function: Callable[..., R], signature: inspect.Signature) -> Cal
     return call if names else function
 
 
-def _refuse_generator(function: Callable[..., Any], decorator: str, where: str) -> None:
+def with_own_defaults(function: Callable[..., R]) -> Callable[..., R]:
+    """Give each call of a function its own copies of defaults that can change, such as a list.
+
+    A list for all calls would keep what a handler adds to it, up to the next crash.
+    """
+    plain: Any = function
+    if all(
+        type(one).__hash__ for one in itertools.chain(plain.__defaults__ or (), (plain.__kwdefaults__ or {}).values())
+    ):
+        return function
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> R:
+        own = FunctionType(
+            plain.__code__, plain.__globals__, plain.__name__, deepcopy(plain.__defaults__), plain.__closure__
+        )
+        own.__kwdefaults__ = deepcopy(plain.__kwdefaults__)
+        return own(*arguments, **keywords)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _refuse_generator(function: Callable[..., Any], decorator: str, subject: str) -> None:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise DefinitionError(f"{where}: a generator can't be run as @{decorator}: it would never be resumed")
+        raise DefinitionError(f"{subject}: a generator can't be run as @{decorator}: it would never be resumed")
 
 
 def check_handler_signature(function: Callable[..., Any], decorator: str) -> inspect.Signature:

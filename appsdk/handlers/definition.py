@@ -20,6 +20,7 @@ from immortal.appsdk.errors import DefinitionError, OnError
 from immortal.appsdk.handlers.decorators import HOOK_MARK, Handler, definition_key
 from immortal.appsdk.state.schema import StateSchema, hook_of
 from immortal.appsdk.types.registry import current_module
+from immortal.protocol import redaction
 from immortal.protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, NO_ROLES, OWNERS
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.safe_output import is_encodable
@@ -89,6 +90,7 @@ class Peer(property):
 
 
 KEY = "key"  # name of the first argument of each call of a keyed class
+KEY_MARK = "[key]"  # in the names of methods that an app tells: "Cart[key].add"
 KEY_SIZE_BYTES_MAX = 400
 RANGES = 4096
 """Number of ranges of keys, which the shards of a keyed class share."""
@@ -270,12 +272,12 @@ class Definition(Struct):
 
 
 @contextmanager
-def resolving(what: str) -> Iterator[None]:
+def resolving(subject: str) -> Iterator[None]:
     """Convert a NameError in the block into a DefinitionError."""
     try:
         yield
     except NameError as error:
-        raise DefinitionError(f"{what} can't be resolved: {error}") from error
+        raise DefinitionError(f"{subject} can't be resolved: {error}") from error
 
 
 def definition_of(cls: object) -> Definition:
@@ -330,6 +332,8 @@ def define(definition: Definition, roles: Mapping[str, Iterable[str]] | None = N
     inherited: Definition | None = getattr(cls, "_immortal_definition", None)
     definition.roles = roles_of(name, definition.handlers, roles, inherited.roles if inherited else {})
     definition.resolve(names_may_be_missing=True)
+    for handler in definition.handlers.values():
+        redaction.learn(handler.function.__qualname__, handler.signature.parameters)
     return definition
 
 

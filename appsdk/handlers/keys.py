@@ -25,6 +25,7 @@ from immortal.appsdk.handlers.moves import HANDLERS as MOVING
 from immortal.appsdk.handlers.moves import Moves, Moving
 from immortal.appsdk.state.schema import hook_of
 from immortal.appsdk.state.table import Table
+from immortal.protocol import redaction
 from immortal.protocol.extensions import INSTANCES
 from immortal.protocol.verdicts import Cause
 
@@ -246,6 +247,7 @@ def _keyed_handler(handler: Handler[Any, Any], kind: type) -> Handler[Any, Any]:
     made.function.__annotations__ = {KEY: kind, **annotated_names(handler.function)}
     key = inspect.Parameter(KEY, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
     made.signature = handler.signature.replace(parameters=[key, *handler.signature.parameters.values()])
+    redaction.parameters[where] = tuple(made.signature.parameters)
     made.call = by_position(made.function, made.signature)
     made.is_keyed = True
     made.limit_by = KEY

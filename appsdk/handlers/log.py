@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.user_code import running, user_traceback
-from immortal.protocol.safe_output import RateLimit, one_word, printable, printable_json, printable_lines
+from immortal.protocol.safe_output import RateLimit, logfmt_value, printable, printable_json, printable_lines
 from immortal.protocol.verdicts import Verdict, VerdictKind
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def is_first_time(context: Context, task: Any) -> bool:
         return False
     queries = context.tasks.queries
     if not queries.is_live:
-        return bool(context.tasks.starts_first)
+        return bool(context.tasks.is_first_start)
     return (context.sequence_id, context.message_index) > queries.passed or context.sequence_id < 0
 
 
@@ -185,7 +185,7 @@ class FailureReporter:
             remedy = f"mend it, then try it again: immortal dead-letters {name} retry {record}"
         else:
             remedy = f"mend it, and let it be called again: immortal log show {name} --from {verdict.sequence_id}"
-        caller = "the handler that awaits it" if verdict.step else caller_in_words(verdict.caller)
+        caller = "the handler that awaits it" if verdict.step else describe_caller(verdict.caller)
         trace = verdict.trace
         if verdict.type_name == "EffectFailed":  # the effect's own line has the rest
             trace = trace.partition("\n    in the effect:")[0]
@@ -197,7 +197,7 @@ class FailureReporter:
         """Report that a handler raised an exception that it declares, unless this is a replay."""
         if _is_shown("info") and is_first_time(context, None):
             text, record = f"{handler} raised {_text(error)}, which it declares", _record(context)
-            self._write("info", context.instance_name, text, handler, describe, caller_in_words(caller), record)
+            self._write("info", context.instance_name, text, handler, describe, describe_caller(caller), record)
 
     def effect_failed(self, instance: str, effect: Any, error: BaseException, attempts: int) -> None:
         """Report that an effect has failed for good. ``effect``: a waiting :class:`Effect`."""
@@ -207,7 +207,7 @@ class FailureReporter:
         if not isinstance(error, tuple(effect.options.raises.values())):
             level, trace = "error", user_traceback(error)
             remedy = f"its handler has EffectFailed: mend what {effect.function.name} needs, and call that again"
-        record, caller = "{}:{}".format(*task.began_at), caller_in_words(task.caller)
+        record, caller = "{}:{}".format(*task.started_by), describe_caller(task.caller)
         # only the handlers' thread counts handles
         arguments = "(...)" if task.tasks.codec(task.handler).may_hold_handles else task.described_arguments
         self._write(level, instance, text, task.name, arguments, caller, record, remedy, trace)
@@ -235,7 +235,7 @@ class FailureReporter:
         write_line(level, instance or self._label, text, {name: one for name, one in fields.items() if one}, trace)
 
 
-def caller_in_words(caller: str | None) -> str:
+def describe_caller(caller: str | None) -> str:
     """Return the caller of a verdict or of a handler as text."""
     if caller is None:
         return "nobody waits"
@@ -272,7 +272,7 @@ def _line(level: str, instance: str, text: str, fields: Mapping[str, Any]) -> st
     clock = f"{time.strftime('%H:%M:%S', time.localtime(now_s))}.{int(now_s % 1 * 1000):03d}"
     line = printable(f"{clock} {level:<7} {instance}> {text}")
     shown = " ".join(
-        f"{printable(name)}={one_word(value if isinstance(value, float) else _text(value))}"
+        f"{printable(name)}={logfmt_value(value if isinstance(value, float) else _text(value))}"
         for name, value in fields.items()
     )
     return f"{line}  {shown}" if shown else line

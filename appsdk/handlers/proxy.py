@@ -28,7 +28,7 @@ from immortal.appsdk.handlers.decorators import (
     BoundHandler,
     Handler,
 )
-from immortal.appsdk.handlers.definition import Definition, Peer, Peers, own_definition_of
+from immortal.appsdk.handlers.definition import KEY_MARK, Definition, Peer, Peers, own_definition_of
 from immortal.protocol.extensions import QUERIES
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.messages import RpcType
@@ -48,7 +48,8 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
     found = [("", INITIAL_METHOD_ID, initial)]
     for handler in definition.by_method_id.values():
         groups = ("", QUERIES) if handler.is_query else ("",)
-        found += [(group, handler.method_id, handler.function.__qualname__) for group in groups]
+        owner, dot, own = handler.function.__qualname__.rpartition(".")
+        found += [(group, handler.method_id, f"{owner}{KEY_MARK * handler.is_keyed}{dot}{own}") for group in groups]
     if definition.has_tasks or any(handler.schedule for handler in definition.handlers.values()):
         found.append(("", CLOCK_METHOD_ID, "the clock"))
     if definition.has_tasks:
@@ -143,7 +144,7 @@ def make_fork(
     name = handler.function.__qualname__
     if context.outbox is not None:
         fork: Callable[..., None] = context.outbox.make_fork(destination, name, handler.method_id, handler.signature)
-        return fork if definition is None else _exact_fork(context, definition, handler, fork)
+        return fork if definition is None else _tagging_fork(context, definition, handler, fork)
 
     def refuse(*arguments: Any, **keywords: Any) -> None:
         raise UsageError(
@@ -153,7 +154,7 @@ def make_fork(
     return refuse
 
 
-def _exact_fork(
+def _tagging_fork(
     context: Context, definition: Definition, handler: Handler[Any, Any], fork: Callable[..., None]
 ) -> Callable[..., None]:
     """Return ``fork`` itself, or a wrapper if a parameter of ``handler`` can contain untyped values."""
@@ -164,14 +165,14 @@ def _exact_fork(
     if not codec.needs_forms:
         return fork
 
-    def fork_exactly(*arguments: Any, **keywords: Any) -> None:
+    def fork_tagged(*arguments: Any, **keywords: Any) -> None:
         if keywords or len(arguments) != codec.plain_count:
-            arguments, keywords = codec.apart(codec.exactly(codec.bind(arguments, keywords)))
+            arguments, keywords = codec.split_keywords(codec.tag_values(codec.bind(arguments, keywords)))
             fork(*arguments, **keywords)
         else:
-            fork(*codec.exactly(arguments))
+            fork(*codec.tag_values(arguments))
 
-    return fork_exactly
+    return fork_tagged
 
 
 def handler_namespace(instance: object, definition: Definition, context: Context) -> SimpleNamespace:
@@ -332,12 +333,12 @@ class ImpulseProxy:
     """Proxy of one destination that sends impulses to its handlers."""
 
     def __init__(self, definition: Definition, destination: str, queue: ImpulseQueue) -> None:
-        self._made_from = (definition, destination, queue)
+        self._source = (definition, destination, queue)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
             raise AttributeError(name)
-        definition, destination, queue = self._made_from
+        definition, destination, queue = self._source
         handler = find_handler(definition, name)
         send = _make_impulse(queue, destination, handler, definition.codec(handler))
         setattr(self, name, send)
@@ -357,7 +358,7 @@ def _make_impulse(
             bound = bind_arguments(name, signature, arguments, keywords)
             arguments = bound if keywords else arguments
         if codec.needs_forms:
-            arguments = codec.exactly(arguments)
+            arguments = codec.tag_values(arguments)
         append(destination, name, write, arguments)
 
     return send
@@ -404,7 +405,7 @@ class Impulses:
 
     def checkpoint(self) -> None:
         """Ask for a checkpoint soon, without waiting for it: after much work, to make the next recovery short."""
-        self._queue.ask_for_checkpoint()
+        self._queue.request_checkpoint()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

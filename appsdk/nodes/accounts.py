@@ -24,10 +24,10 @@ from immortal.appsdk.nodes.reference_counts import (
     NoHoldersLeft,
     Owner,
     Passed,
+    SendMessage,
     Stage,
     Stale,
-    Tell,
-    decode_word,
+    decode_handle_message,
 )
 from immortal.appsdk.ordering.messages import arguments_of
 from immortal.appsdk.types.handles import MARK, handle_label, handles_in
@@ -37,7 +37,7 @@ from immortal.protocol.system_methods import HANDLES_METHOD_ID
 
 WHAT = "a handle"
 
-_write_word = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
+_write_message = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
 
 
 class Accounts:
@@ -55,13 +55,13 @@ class Accounts:
         self.owner, self.holder = Owner(grants), Holder(held)
         self.released.clear()
 
-    def act(self) -> None:
+    def send_actions(self) -> None:
         """Send the messages that the counting asks for."""
         own_name = self._context.instance_name
         for machine in (self.owner, self.holder):
             actions, machine.actions = machine.actions, []
             for action in actions:
-                if isinstance(action, Tell):
+                if isinstance(action, SendMessage):
                     to = "" if action.to == own_name else action.to
                     self.sender(to, HANDLES_METHOD_ID)((own_name, action.message))
                 elif isinstance(action, NoHoldersLeft):
@@ -76,15 +76,15 @@ class Accounts:
 
     # --- checks before use --------------------------------------------------------------------------------------------
 
-    def require_usable(self, owner: str, key: Key, what: str) -> None:
+    def require_usable(self, owner: str, key: Key, subject: str) -> None:
         """Check that a handle can be used. Raises UsageError."""
         if owner != self._context.instance_name:
             if not self.holder.holds(owner, key):
-                raise self._refused(f"{what}: {self._why_not(owner, key)}")
+                raise self._refused(f"{subject}: {self._why_not(owner, key)}")
             return
         grant = self.owner.grants.get(key)
         if grant is None or grant.stage == Stage.ENDED:
-            raise self._refused(f"{what}: it was destroyed or revoked")
+            raise self._refused(f"{subject}: it was destroyed or revoked")
 
     def _why_not(self, owner: str, key: Key) -> str:
         one = self.holder.held.get((owner, key))
@@ -99,9 +99,9 @@ class Accounts:
 
     # --- handles in messages ------------------------------------------------------------------------------------------
 
-    def passing(self, destination: str, data: bytes) -> None:
+    def count_outgoing(self, destination: str, data: bytes) -> None:
         """Count the handles in data that is sent to ``destination`` now. Raises UsageError."""
-        self._context.carries = False
+        self._context.carries_handles = False
         own_name = self._context.instance_name
         to = destination or own_name
         found = handles_in(data)
@@ -111,23 +111,23 @@ class Accounts:
             if to == owner or to in self.outsiders:
                 continue
             if owner != own_name:
-                self._say_ending(owner, key, to)
+                self._announce_end(owner, key, to)
                 self.holder.pass_on(owner, key, to)
             else:
-                self.owner.passed(key, to)
-                if not self._joins_end(key, to):
-                    self._say_ending(owner, key, to)
-        self.act()
+                self.owner.note_passed(key, to)
+                if not self._include_in_end(key, to):
+                    self._announce_end(owner, key, to)
+        self.send_actions()
 
-    def passed(self, key: Key, to: str) -> bool:
+    def note_passed(self, key: Key, to: str) -> bool:
         """Count a copy that goes to ``to``, reported by its holder. Return False if there is no such key."""
-        known = self.owner.passed(key, to)
-        self._joins_end(key, to)
+        known = self.owner.note_passed(key, to)
+        self._include_in_end(key, to)
         return known
 
     # --- an end that is in flight through the queues ------------------------------------------------------------------
 
-    def _ending(self, owner: str, key: Key) -> tuple[list[bytes], Ended] | None:
+    def _find_end(self, owner: str, key: Key) -> tuple[list[bytes], Ended] | None:
         """Return the run in this queue that ends a handle, and the end in it; None: there is none."""
         for calls in self._context.multicasts.calls_of(owner):
             for ended in _ended_in(calls):
@@ -135,36 +135,36 @@ class Accounts:
                     return calls, ended
         return None
 
-    def _say_ending(self, owner: str, key: Key, to: str) -> None:
+    def _announce_end(self, owner: str, key: Key, to: str) -> None:
         """Tell the receiver of a copy, before the copy, that the handle ends: it will not hear of the end in order."""
-        if (found := self._ending(owner, key)) is not None:
+        if (found := self._find_end(owner, key)) is not None:
             self.sender(to, HANDLES_METHOD_ID)((self._context.instance_name, Ending(owner, key, found[1].how)))
 
-    def _joins_end(self, key: Key, to: str) -> bool:
+    def _include_in_end(self, key: Key, to: str) -> bool:
         """Return True if ``to``, which gets a copy, hears in order of the end of an own handle that is ending."""
         grant = self.owner.grants.get(key)
-        if grant is None or grant.stage != Stage.ENDING or to in grant.told or to in grant.banned:
+        if grant is None or grant.stage != Stage.ENDING or to in grant.notified or to in grant.banned:
             return True
-        found = self._ending(self._context.instance_name, key)
+        found = self._find_end(self._context.instance_name, key)
         if found is None or not self._context.multicasts.extend(HANDLES_METHOD_ID, found[0], to):
             return False
         for ended in _ended_in(found[0]):
-            self.owner.grants[ended.key].told.append(to)
+            self.owner.grants[ended.key].notified.append(to)
         return True
 
-    def end_proposed(self, owner: str, calls: list[bytes]) -> None:
+    def announce_proposed_end(self, owner: str, calls: list[bytes]) -> None:
         """Put messages about the end of handles, now in the queue, before copies of them that are still to be sent."""
         for ended in _ended_in(calls):
             parts: list[bytes] = []
-            _write_word(parts, (self._context.instance_name, Ending(owner, ended.key, ended.how)))
+            _write_message(parts, (self._context.instance_name, Ending(owner, ended.key, ended.how)))
             handle = owner, ended.key
             self._context.multicasts.warn(owner, lambda data, handle=handle: handle in handles_in(data), parts)
 
     @staticmethod
-    def is_passed(arguments: bytes) -> bool:
+    def is_pass_message(arguments: bytes) -> bool:
         """Return True if the arguments are a Passed, which counts at arrival, so that its receiver hears of an end."""
         try:
-            return isinstance(decode_word(arguments).message, Passed)
+            return isinstance(decode_handle_message(arguments).message, Passed)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
 
@@ -176,31 +176,31 @@ class Accounts:
         if owner == self._context.instance_name and to in self.owner.grants[key].banned:
             raise self._refused(f"{what}: it was revoked for {to!r}")
 
-    def taking(self, decode: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
+    def counting(self, decode: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
         """Wrap ``decode`` of a handler that can receive handles: decoded handles are held from then on."""
 
-        def taken(data: Any) -> tuple[Any, ...]:
+        def decode_and_count(data: Any) -> tuple[Any, ...]:
             arguments = decode(data)
             if MARK in (data if isinstance(data, bytes) else bytes(data)):
-                self.arrived(bytes(data))
+                self.count_incoming(bytes(data))
             return arguments
 
-        return taken
+        return decode_and_count
 
-    def arrived(self, data: bytes) -> None:
+    def count_incoming(self, data: bytes) -> None:
         """Count the handles of a message that is accepted."""
         for owner, key in handles_in(data):
-            if owner != self._context.instance_name and not self.holder.arrived(owner, key):
+            if owner != self._context.instance_name and not self.holder.note_arrived(owner, key):
                 stale = Stale(owner, key, self.holder.held[owner, key].ended)
                 self.sender("", HANDLES_METHOD_ID)((self._context.instance_name, stale))
-        self.act()
+        self.send_actions()
 
-    def not_taken(self, data: bytes) -> None:
+    def return_copies(self, data: bytes) -> None:
         """Give back the handles of a message that is not accepted."""
         for owner, key in handles_in(data):
             if owner != self._context.instance_name:
-                self.holder.not_taken(owner, key)
-        self.act()
+                self.holder.return_copy(owner, key)
+        self.send_actions()
 
 
 def _ended_in(calls: list[bytes]) -> Iterator[Ended]:
@@ -209,8 +209,8 @@ def _ended_in(calls: list[bytes]) -> Iterator[Ended]:
         if method_of(call) != HANDLES_METHOD_ID:
             return
         try:
-            word = decode_word(arguments_of(call)).message
+            message = decode_handle_message(arguments_of(call)).message
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
-        if isinstance(word, Ended):
-            yield word
+        if isinstance(message, Ended):
+            yield message

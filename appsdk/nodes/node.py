@@ -26,13 +26,13 @@ from immortal.appsdk.nodes.reference_counts import (
     AwaitedNodeCall,
     Ending,
     Forgotten,
+    HandleMessage,
     NodeCall,
     Passed,
     Released,
     Stage,
     Stale,
-    Word,
-    decode_word,
+    decode_handle_message,
 )
 from immortal.appsdk.state.schema import StateSchema, copied_envelope, hook_of
 from immortal.appsdk.types.handles import MARK, Handle
@@ -233,7 +233,7 @@ class NodeTable:
             f"was renamed: class New(Node, formerly=({saved.class_name!r},))"
         )
 
-    def make(self, cls: type, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def create(self, cls: type, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Create a node. Raises what its ``__init__`` raises; then it exists without a handle."""
         node: Any = self._new(cls, number)
         self.nodes[number] = node
@@ -272,7 +272,7 @@ class HandleMethod:
         if task is None or not task.is_silent:
             codec = node_definition(self._handle._immortal_of[2]).codec(self._handler)
             if codec.needs_forms:
-                bound, keywords = codec.exactly(bound), {"": None}
+                bound, keywords = codec.tag_values(bound), {"": None}
             life.send(self._handle, self._handler, bound if keywords else arguments)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -297,23 +297,23 @@ class Inbox:
         self._living: NodeTable = life.living
         self.hooks: list[tuple[str, Any]] = []
 
-    def failed(self, message: bytes, verdict: Verdict) -> None:
+    def note_verdict(self, message: bytes, verdict: Verdict) -> None:
         """Give back the handles of a message with a verdict, if that means that the message is skipped."""
         if not verdict.skips:
             return
         if method_of(message) == HANDLES_METHOD_ID:
             if verdict.kind is not VerdictKind.REFUSED:  # only a hook has failed, and was undone: the message counts
-                self._take(decode_word(_arguments_of(message)))
+                self._apply(decode_handle_message(_arguments_of(message)))
                 self.hooks.clear()
                 self._act()
                 self.hooks.clear()
         elif MARK in message:
-            self._accounts.not_taken(_arguments_of(message))
+            self._accounts.return_copies(_arguments_of(message))
 
-    def called(self, call: NodeCall | AwaitedNodeCall) -> None:
+    def run_call(self, call: NodeCall | AwaitedNodeCall) -> None:
         """Handle a call of nodes. Raises HandlerError."""
         caller, number = (call.caller, call.number) if isinstance(call, AwaitedNodeCall) else (None, 0)
-        self._require_speaker(call.sender)
+        self._require_sender(call.sender)
         if caller is not None and caller.startswith(CLIENTS):
             raise self._wrong("clients hold no handles, and call no nodes", Cause.SENDER)
         targets = []
@@ -331,14 +331,14 @@ class Inbox:
         arguments = bytes(call.arguments)
         ready = [(node, *self._read(node, call.method_id, arguments)) for node in targets]
         if not ready:
-            self._accounts.not_taken(arguments)
+            self._accounts.return_copies(arguments)
             if caller is not None:
                 handler: Any = SimpleNamespace(
-                    method_id=NODE_METHOD_ID, function=Inbox.called, signature=SimpleNamespace(parameters={})
+                    method_id=NODE_METHOD_ID, function=Inbox.run_call, signature=SimpleNamespace(parameters={})
                 )
                 self._context.tasks.answers.answer(handler, caller, number, True, encode_refused(gone))
             return
-        self._accounts.arrived(arguments)
+        self._accounts.count_incoming(arguments)
         for node, handler, codec, values in ready:
             self._run(node, handler, codec, values, caller, number)
         self._context.tasks.drain()
@@ -380,22 +380,22 @@ class Inbox:
         if caller is not None:
             tasks.answers.answer(handler, caller, number, raised, value)
 
-    def told(self, word: Word) -> None:
+    def receive_message(self, received: HandleMessage) -> None:
         """Handle a message between owners and holders of handles. Raises HandlerError."""
-        self._require_speaker(word.sender)
-        if not self._take(word):
-            raise self._wrong(f"{word.sender!r} tells of a handle that there is not", Cause.SENDER)
+        self._require_sender(received.sender)
+        if not self._apply(received):
+            raise self._wrong(f"{received.sender!r} tells of a handle that there is not", Cause.SENDER)
         self._act()
         hooks, self.hooks = self.hooks, []
         for name, handle in hooks:
             self._run_hook(name, handle)
 
-    def _take(self, word: Word) -> bool:
-        sender, message = word.sender, word.message
+    def _apply(self, received: HandleMessage) -> bool:
+        sender, message = received.sender, received.message
         if isinstance(message, Passed):
-            return self._accounts.passed(message.key, message.to)
+            return self._accounts.note_passed(message.key, message.to)
         if isinstance(message, Released):
-            return self._accounts.owner.released(message.key, sender, message.count)
+            return self._accounts.owner.note_released(message.key, sender, message.count)
         make: Any = Handle
         if isinstance(message, Stale):
             if sender != self._context.instance_name:
@@ -404,14 +404,14 @@ class Inbox:
         elif isinstance(message, Ending):
             if message.how not in (DESTROYED, REVOKED):
                 return False
-            if message.owner != self._context.instance_name and not self._accounts.holder.knows(
+            if message.owner != self._context.instance_name and not self._accounts.holder.has_entry(
                 message.owner, message.key
             ):
                 self.hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
         elif isinstance(message, Forgotten):
-            self._accounts.holder.forgotten(sender, message.key)
+            self._accounts.holder.forget(sender, message.key)
         elif sender != self._context.instance_name:
-            self._accounts.holder.ended(sender, message.key, message.how)
+            self._accounts.holder.note_end(sender, message.key, message.how)
             self.hooks.append((f"on_{message.how}", make(sender, message.key, None, self._life)))
         else:
             grant = self._accounts.owner.grants.get(message.key)
@@ -425,9 +425,9 @@ class Inbox:
     def _act(self) -> None:
         """Send the messages that the counting asks for, and add the hooks to call."""
         accounts = self._accounts
-        accounts.act()
+        accounts.send_actions()
         released, accounts.released = accounts.released, []
-        self.hooks += [("on_last_release", self._life.handle(one.key, one.node)) for one in released]
+        self.hooks += [("on_last_release", self._life.make_handle(one.key, one.node)) for one in released]
 
     def _run_hook(self, name: str, handle: Any) -> None:
         function = hook_of(type(self._life.instance), name)
@@ -446,7 +446,7 @@ class Inbox:
         self._context.run_contexts.run(run)
         self._context.tasks.drain()
 
-    def _require_speaker(self, sender: str) -> None:
+    def _require_sender(self, sender: str) -> None:
         """Check that a message names its real sender. Messages to oneself were checked when they came from others."""
         if self._context.source not in ("", sender):
             raise self._wrong(f"{self._context.source!r} speaks for {sender!r}", Cause.SENDER)

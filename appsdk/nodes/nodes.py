@@ -47,7 +47,7 @@ def decode_saved(data: bytes) -> Saved:
         raise StateError(f"the checkpoint's part on nodes and handles can't be read: {error}") from None
 
 
-_write_word = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
+_write_message = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
 
 
 class Nodes:
@@ -90,20 +90,20 @@ class Nodes:
 
     # --- requests of the owner's handlers -----------------------------------------------------------------------------
 
-    def _require_handler(self, what: str) -> str:
+    def _require_handler(self, function_name: str) -> str:
         """Return the instance's name if a handler runs. Raises UsageError."""
         context = self.context
         if context.handling_thread_id == QUERY_RUNS:
-            raise QueryError(f"{what}: a query only reads: {AS_RPC}")
+            raise QueryError(f"{function_name}: a query only reads: {AS_RPC}")
         if threading.get_ident() != context.handling_thread_id:
             raise UsageError(
-                f"{what}: only handlers make and use nodes and handles (@rpc, @impulse and @initial methods): what "
-                f"__init__, prepare, upgrade, hooks and queries do is not in the log"
+                f"{function_name}: only handlers make and use nodes and handles (@rpc, @impulse and @initial methods): "
+                f"what __init__, prepare, upgrade, hooks and queries do is not in the log"
             )
         if not context.instance_name or context.source is None:
             raise UsageError(
-                f"{what}: the log does not say what this instance is called, or the coordinator does not say who sent "
-                f"what: both are older than this SDK; start the instance with a new log"
+                f"{function_name}: the log does not say what this instance is called, or the coordinator does not say "
+                f"who sent what: both are older than this SDK; start the instance with a new log"
             )
         return context.instance_name
 
@@ -119,7 +119,7 @@ class Nodes:
                 f"nodes=({cls.__qualname__},))"
             )
         self._last_number = number = self._last_number + 1
-        self.living.make(cls, number, arguments, keywords)
+        self.living.create(cls, number, arguments, keywords)
         return self._grant(number)
 
     def _grant(self, number: int) -> Any:
@@ -131,9 +131,9 @@ class Nodes:
         digest.update(" ".join(map(str, place)).encode())
         key = digest.digest()
         self.accounts.owner.create(key, number)
-        return self.handle(key, number)
+        return self.make_handle(key, number)
 
-    def handle(self, key: Key, number: int) -> Any:
+    def make_handle(self, key: Key, number: int) -> Any:
         """Return a handle of the node ``number``."""
         make: Any = Handle
         node = self.living.nodes.get(number)
@@ -143,28 +143,28 @@ class Nodes:
         """Return the live handle of the node ``number``. Raises UsageError."""
         for grant in self.accounts.owner.grants.values():
             if grant.node == number and grant.stage == Stage.LIVE:
-                return self.handle(grant.key, number)
+                return self.make_handle(grant.key, number)
         raise UsageError("this node is destroyed, or about to be: it has no handle any more")
 
     def node_of(self, handle: Any) -> Node:
         """Return the node of an own handle. Raises UsageError."""
-        grant = self._own(handle, "immortal.node_of")
+        grant = self._own_grant(handle, "immortal.node_of")
         node = None if grant is None or grant.stage == Stage.ENDED else self.living.nodes.get(grant.node)
         if node is None:
             raise UsageError(f"immortal.node_of({handle!r}): it was destroyed or revoked")
         return node
 
-    def _own(self, handle: Any, what: str) -> Grant | None:
+    def _own_grant(self, handle: Any, function_name: str) -> Grant | None:
         """Return the grant of an own handle; None: it is no longer known. Raises UsageError."""
-        owner, key = _parts(handle, what)
+        owner, key = _parts(handle, function_name)
         if owner != self.context.instance_name:
-            raise UsageError(f"{what}({handle!r}): only its owner, {owner!r}, can do that")
+            raise UsageError(f"{function_name}({handle!r}): only its owner, {owner!r}, can do that")
         return self.accounts.owner.grants.get(key)
 
     def destroy(self, handle: Any) -> None:
         """End the node of an own handle. Raises UsageError."""
         self._require_handler("immortal.destroy")
-        grant = self._own(handle, "immortal.destroy")
+        grant = self._own_grant(handle, "immortal.destroy")
         if grant is None or grant.stage == Stage.ENDED:
             raise UsageError(f"immortal.destroy({handle!r}): it was destroyed or revoked before")
         if grant.stage == Stage.LIVE:
@@ -173,7 +173,7 @@ class Nodes:
     def revoke(self, handle: Any, holder: Any) -> Any:
         """Revoke an own handle for ``holder`` (None: for all); return a valid handle. Raises UsageError."""
         own_name = self._require_handler("immortal.revoke")
-        grant = self._own(handle, "immortal.revoke")
+        grant = self._own_grant(handle, "immortal.revoke")
         if grant is None or grant.stage != Stage.LIVE:
             raise UsageError(f"immortal.revoke({handle!r}): it was destroyed or revoked before, or is about to be")
         if holder is None:
@@ -185,15 +185,15 @@ class Nodes:
             raise UsageError(f"immortal.revoke({handle!r}, {holder!r}): a peer (self.q) or its name was expected")
         if name not in grant.banned:
             self.accounts.owner.ban(grant.key, name)
-            self.accounts.act()
+            self.accounts.send_actions()
         return handle
 
     def _end(self, key: Key, how: str) -> None:
         """End a node: the end goes through the queues of owner and holders, as one ordered multicast."""
         own_name = self.context.instance_name
-        told = self.accounts.owner.begin_end(key)
-        word = encode_call(_write_word, (own_name, Ended(key, how)))
-        self.context.multicasts.send(WHAT, HANDLES_METHOD_ID, [own_name, *told], [word])
+        holders = self.accounts.owner.start_end(key)
+        message = encode_call(_write_message, (own_name, Ended(key, how)))
+        self.context.multicasts.send(WHAT, HANDLES_METHOD_ID, [own_name, *holders], [message])
 
     # --- requests of holders' handlers --------------------------------------------------------------------------------
 
@@ -207,11 +207,11 @@ class Nodes:
             )
         if self.accounts.holder.holds(owner, key):  # else it has ended, or was released before
             self.accounts.holder.release(owner, key)
-            self.accounts.act()
+            self.accounts.send_actions()
 
     def holders_of(self, handle: Any) -> list[str]:
         """Return the names of the holders of an own handle. Raises UsageError."""
-        grant = self._own(handle, "immortal.holders_of")
+        grant = self._own_grant(handle, "immortal.holders_of")
         return [] if grant is None else sorted(grant.holders)
 
     def require_usable(self, handle: Any) -> None:
@@ -255,13 +255,13 @@ class Nodes:
         context = self.context
         if threading.get_ident() != context.thread_id:
             raise UsageError("a handle can't be part of an impulse: pass it on in a handler")
-        context.carries = True
+        context.carries_handles = True
 
 
-def _parts(handle: Any, what: str) -> tuple[str, Key]:
+def _parts(handle: Any, function_name: str) -> tuple[str, Key]:
     """Return the owner and the key of a handle. Raises UsageError."""
     found = getattr(handle, "_immortal_of", None)
     if found is None:
-        raise UsageError(f"{what}({handle!r}): a handle was expected, as immortal.create_node(...) gives it")
+        raise UsageError(f"{function_name}({handle!r}): a handle was expected, as immortal.create_node(...) gives it")
     owner, key, _, _ = found
     return owner, key

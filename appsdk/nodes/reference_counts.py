@@ -27,7 +27,7 @@ class Grant(msgspec.Struct, array_like=True):
     """Grant of one key, at its owner.
 
     ``holders``: for each, copies sent to it minus copies released; negative while the message that a copy was passed on
-    is still in flight. ``told``: holders that know of the end.
+    is still in flight. ``notified``: holders that know of the end.
     """
 
     key: Key
@@ -36,7 +36,7 @@ class Grant(msgspec.Struct, array_like=True):
     how: str = ""
     holders: dict[str, int] = {}
     banned: list[str] = []
-    told: list[str] = []
+    notified: list[str] = []
 
 
 class Held(msgspec.Struct, array_like=True):
@@ -48,7 +48,7 @@ class Held(msgspec.Struct, array_like=True):
     ended: str = ""
 
 
-class Tell(msgspec.Struct, frozen=True):
+class SendMessage(msgspec.Struct, frozen=True):
     to: str
     message: Message
 
@@ -59,7 +59,7 @@ class NoHoldersLeft(msgspec.Struct, frozen=True):
     key: Key
 
 
-Action: TypeAlias = Tell | NoHoldersLeft
+Action: TypeAlias = SendMessage | NoHoldersLeft
 
 
 class Owner:
@@ -75,18 +75,18 @@ class Owner:
     def create(self, key: Key, node: int) -> None:
         self.grants[key] = Grant(key, node)
 
-    def passed(self, key: Key, to: str) -> bool:
+    def note_passed(self, key: Key, to: str) -> bool:
         """Count a copy that goes to ``to``, reported by the owner or a holder. Return False if there is no such key."""
         grant = self.grants.get(key)
         if grant is None:
             return False
         self._count(grant, to, 1)
-        if (grant.stage == Stage.ENDED or to in grant.banned) and to not in grant.told:
-            self._tell_end(grant, to, grant.how or REVOKED)
+        if (grant.stage == Stage.ENDED or to in grant.banned) and to not in grant.notified:
+            self._notify_end(grant, to, grant.how or REVOKED)
         self._settle(grant)
         return True
 
-    def released(self, key: Key, holder: str, count: int) -> bool:
+    def note_released(self, key: Key, holder: str, count: int) -> bool:
         """Count copies that ``holder`` released. Return False if there is no such key, or the count is impossible."""
         grant = self.grants.get(key)
         if grant is None or not 1 <= count <= COUNT_MAX:
@@ -103,33 +103,33 @@ class Owner:
         else:
             grant.holders.pop(holder, None)
 
-    def begin_end(self, key: Key) -> list[str]:
+    def start_end(self, key: Key) -> list[str]:
         """Begin the end of a key, before :meth:`end`. Return the holders that must get :class:`Ended`, in order."""
         grant = self.grants[key]
         grant.stage = Stage.ENDING
-        told = [one for one in grant.holders if one not in grant.banned]
-        grant.told += told
-        return told
+        holders = [one for one in grant.holders if one not in grant.banned]
+        grant.notified += holders
+        return holders
 
     def end(self, key: Key, how: str) -> None:
         """End a grant. Tell the holders that were not told because their copy was not known yet."""
         grant = self.grants[key]
         grant.stage, grant.how = Stage.ENDED, how
         for holder in grant.holders:
-            if holder not in grant.told:
-                self._tell_end(grant, holder, how)
+            if holder not in grant.notified:
+                self._notify_end(grant, holder, how)
         self._settle(grant)
 
     def ban(self, key: Key, holder: str) -> None:
         """Revoke the key for ``holder``, for good."""
         grant = self.grants[key]
         grant.banned.append(holder)
-        if holder in grant.holders and holder not in grant.told:
-            self._tell_end(grant, holder, REVOKED)
+        if holder in grant.holders and holder not in grant.notified:
+            self._notify_end(grant, holder, REVOKED)
 
-    def _tell_end(self, grant: Grant, holder: str, how: str) -> None:
-        grant.told.append(holder)
-        self.actions.append(Tell(holder, Ended(grant.key, how)))
+    def _notify_end(self, grant: Grant, holder: str, how: str) -> None:
+        grant.notified.append(holder)
+        self.actions.append(SendMessage(holder, Ended(grant.key, how)))
 
     def _settle(self, grant: Grant) -> None:
         if not self._is_free(grant):
@@ -138,7 +138,7 @@ class Owner:
             self.actions.append(NoHoldersLeft(grant.key))
         elif grant.stage == Stage.ENDED:
             del self.grants[grant.key]
-            self.actions += [Tell(one, Forgotten(grant.key)) for one in grant.told]
+            self.actions += [SendMessage(one, Forgotten(grant.key)) for one in grant.notified]
 
     @staticmethod
     def _is_free(grant: Grant) -> bool:
@@ -160,42 +160,42 @@ class Holder:
         one = self.held.get((owner, key))
         return one is not None and not one.ended
 
-    def knows(self, owner: str, key: Key) -> bool:
+    def has_entry(self, owner: str, key: Key) -> bool:
         """Return True if the holder has the handle and hears of its end in order, or was told."""
         return (owner, key) in self.held
 
-    def arrived(self, owner: str, key: Key) -> bool:
+    def note_arrived(self, owner: str, key: Key) -> bool:
         """Count a copy in an accepted message. Return False if the handle has ended: the copy is given back at once."""
         one = self.held.setdefault((owner, key), Held(owner, key, 0))
         if one.ended:
-            self.not_taken(owner, key)
+            self.return_copy(owner, key)
             return False
         one.count += 1
         return True
 
-    def not_taken(self, owner: str, key: Key) -> None:
+    def return_copy(self, owner: str, key: Key) -> None:
         """Give back a copy in a message that is not accepted."""
-        self.actions.append(Tell(owner, Released(key, 1)))
+        self.actions.append(SendMessage(owner, Released(key, 1)))
 
     def pass_on(self, owner: str, key: Key, to: str) -> None:
         """Report that a copy of a handle held here is sent to ``to``, which is not the owner."""
-        self.actions.append(Tell(owner, Passed(key, to)))
+        self.actions.append(SendMessage(owner, Passed(key, to)))
 
     def release(self, owner: str, key: Key) -> None:
         """Release a handle that is held here."""
         one = self.held.pop((owner, key))
-        self.actions.append(Tell(owner, Released(key, one.count)))
+        self.actions.append(SendMessage(owner, Released(key, one.count)))
 
-    def ended(self, owner: str, key: Key, how: str) -> bool:
+    def note_end(self, owner: str, key: Key, how: str) -> bool:
         """Note the end of a handle; return True if it was held. A copy can be in flight, so the hook always runs."""
         one = self.held.setdefault((owner, key), Held(owner, key, 0))
         was_held = one.count > 0
         if was_held:
-            self.actions.append(Tell(owner, Released(key, one.count)))
+            self.actions.append(SendMessage(owner, Released(key, one.count)))
         one.count, one.ended = 0, how
         return was_held
 
-    def forgotten(self, owner: str, key: Key) -> None:
+    def forget(self, owner: str, key: Key) -> None:
         self.held.pop((owner, key), None)
 
 
@@ -273,7 +273,7 @@ class AwaitedNodeCall(msgspec.Struct, array_like=True, frozen=True):
     arguments: msgspec.Raw
 
 
-class Word(msgspec.Struct, array_like=True, frozen=True):
+class HandleMessage(msgspec.Struct, array_like=True, frozen=True):
     """Message between owners and holders, with its sender."""
 
     sender: str
@@ -282,4 +282,4 @@ class Word(msgspec.Struct, array_like=True, frozen=True):
 
 decode_node_call = decoding.Decoder(NodeCall).decode
 decode_awaited_node_call = decoding.Decoder(AwaitedNodeCall).decode
-decode_word = decoding.Decoder(Word).decode
+decode_handle_message = decoding.Decoder(HandleMessage).decode

@@ -217,10 +217,10 @@ class Multicasts:
             )
         context = self._context
         ordering, sending = self._queues()
-        if context.carries:
+        if context.carries_handles:
             for index, destination in enumerate(destinations):
                 call = calls[index if len(calls) > 1 else 0]
-                context.nodes.accounts.passing(destination, arguments_of(call))
+                context.nodes.accounts.count_outgoing(destination, arguments_of(call))
         context.outbox.close_open()
         place = context.sequence_id, context.message_index
         if place != sending.place:
@@ -337,7 +337,7 @@ class Multicasts:
         ordering.count_message(propose.sender)
         ordering.handle_propose(propose, self._context.record_time_ns or 0)
         if propose.method_id == HANDLES_METHOD_ID and sending.waiting:
-            self._context.nodes.accounts.end_proposed(propose.sender, propose.calls)
+            self._context.nodes.accounts.announce_proposed_end(propose.sender, propose.calls)
         self._execute_actions(ordering, sending)
         self._context.slice_end = 0  # later input of the record is queued
 
@@ -399,7 +399,7 @@ class Multicasts:
         if not ordering.is_busy or not message.may_wait:
             return False
         counts_handles = message.method_id == HANDLES_METHOD_ID
-        if counts_handles and self._context.nodes.accounts.is_passed(arguments_of(message.message)):
+        if counts_handles and self._context.nodes.accounts.is_pass_message(arguments_of(message.message)):
             return False
         if message.answers is not None and self.receiver_of_call(message.answers) != self._context.source:
             return False  # nobody has asked for it: it is refused, or ignored, at once

@@ -54,7 +54,7 @@ class _Hook:
         return _Hook.client if _Hook.is_attached() else self.own
 
 
-def pass_over_in_replays() -> None:
+def skip_in_replays() -> None:
     """Let ``breakpoint()`` do nothing from here on in code that a replay, or a rebuild, runs again."""
     if not isinstance(sys.breakpointhook, _Hook):
         sys.breakpointhook = _Hook(sys.breakpointhook)
@@ -214,7 +214,7 @@ class _BreakingDelivery(Delivery):
     def deliver(self, instance: Any, content: bytes, offset: int, end: int, slice_end: int) -> int:
         if self._context.sequence_id == self._stop.sequence_id:
             slice_end = offset + 1
-            self._known.clear()
+            self._cached.clear()
         return super().deliver(instance, content, offset, end, slice_end)
 
     def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:

@@ -72,7 +72,7 @@ class ExecutionWriter:
         self._warn = warn
         self._token = int.from_bytes(os.urandom(6)) + 1  # of this process: marks rows that it has not written again
         self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._hurry = threading.Event()
+        self._flush_now = threading.Event()
         self._thread: threading.Thread | None = None
         self._database: sqlite3.Connection | None = None
         self._is_broken = False
@@ -85,24 +85,24 @@ class ExecutionWriter:
 
     # --- the handlers' thread ---------------------------------------------------------------------------------------
 
-    def began(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None = None) -> None:
+    def note_start(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None = None) -> None:
         """Note an async handler that begins, or waits for its turn."""
-        self._put(self._write_began, call, handler, origin)
+        self._put(self._write_start, call, handler, origin)
 
-    def began_again(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
+    def note_restart(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
         """Note the new arguments of continue_as."""
 
         def write() -> None:
             text, _ = _shown_call(handler, arguments)
             if (row := self._rows.get(number)) is not None:
-                row[_TEXT], row[_DATA] = text, _kept(arguments)
+                row[_TEXT], row[_DATA] = text, _clipped_data(arguments)
             else:
-                values = text, _kept(arguments), number
+                values = text, _clipped_data(arguments), number
                 self._execute("update executions set arguments = ?, data = ? where key = ?", values)
 
         self._put(write)
 
-    def ended(
+    def note_end(
         self,
         number: int,
         state: str,
@@ -112,20 +112,20 @@ class ExecutionWriter:
         place: tuple[int, int],
     ) -> None:
         """Note the end of an execution. ``result``: encoded, or a text. ``place``: record and message that ended it."""
-        self._put(self._write_ended, number, state, result, entries, time_ns or 0, place)
+        self._put(self._write_end, number, state, result, entries, time_ns or 0, place)
 
-    def labelled(self, number: int, labels: Mapping[str, str]) -> None:
+    def note_labels(self, number: int, labels: Mapping[str, str]) -> None:
         self._put(self._write_labels, number, labels)
 
-    def called(self, number: int, step: int, call_number: int, destination: str) -> None:
+    def note_call(self, number: int, step: int, call_number: int, destination: str) -> None:
         """Note a call that the async handler ``number`` waits for."""
         self._note_part(number, step, call_number, destination, 1)
 
-    def tried(self, number: int, step: int, attempts: int) -> None:
+    def note_attempts(self, number: int, step: int, attempts: int) -> None:
         """Note the number of attempts of an effect."""
         self._note_part(number, step, 0, "", attempts)
 
-    def handled(
+    def note_handled_call(
         self,
         context: Context,
         handler: Handler[Any, Any],
@@ -141,13 +141,13 @@ class ExecutionWriter:
         call = SavedTask(key_of_call(*place), 0, handler.method_id, arguments, name, number, time_ns, [], [], *place)
 
         def write() -> None:
-            self._write_began(call, handler, None)
+            self._write_start(call, handler, None)
             self._write_labels(call.number, labels)
-            self._write_ended(call.number, state, result, (), time_ns, place)
+            self._write_end(call.number, state, result, (), time_ns, place)
 
         self._put(write)
 
-    def restored(self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]) -> None:
+    def note_restore(self, next_number: int, record: int, waiting: list[tuple[SavedTask, Handler[Any, Any]]]) -> None:
         """Note that all input after ``record`` is handled again, from async handler ``next_number`` on."""
         if waiting or self._thread is not None or self._path.exists():
             self._put(self._write_restored, next_number, record, waiting)
@@ -158,13 +158,13 @@ class ExecutionWriter:
             return
         done = threading.Event()
         self._put(self._sync, done, is_primary)
-        self._hurry.set()
+        self._flush_now.set()
         done.wait(TIMEOUT_S)
 
     def close(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
-            self._hurry.set()
+            self._flush_now.set()
             self._thread.join(TIMEOUT_S)
 
     def _put(self, write: Callable[..., None], *arguments: Any) -> None:
@@ -193,8 +193,8 @@ class ExecutionWriter:
         is_over = False
         while not is_over:
             first = self._queue.get()
-            self._hurry.wait(FLUSH_S)
-            self._hurry.clear()
+            self._flush_now.wait(FLUSH_S)
+            self._flush_now.clear()
             ops = [first]
             while len(ops) < BATCH_MAX and not self._queue.empty():
                 ops.append(self._queue.get())
@@ -231,17 +231,17 @@ class ExecutionWriter:
         assert self._database is not None
         return self._database.execute(sql, values)
 
-    def _write_began(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None) -> None:
+    def _write_start(self, call: SavedTask, handler: Handler[Any, Any], origin: int | None) -> None:
         text, labels = _shown_call(handler, call.arguments)
         front = [call.number, handler.function.__qualname__, handler.method_id, "waiting", call.started_ns, None]
         place = [call.caller, min(call.call_number, (1 << 63) - 1), call.sequence_id, call.message_index]
         if self._has_stale:
             sql = "delete from labels where key in (select key from executions where key = ? and stale <> 0)"
             self._execute(sql, (call.number,))
-        self._rows[call.number] = [*front, *place, text, _kept(call.arguments), None, None, origin, None, None]
+        self._rows[call.number] = [*front, *place, text, _clipped_data(call.arguments), None, None, origin, None, None]
         self._write_labels(call.number, labels)
 
-    def _write_ended(
+    def _write_end(
         self,
         number: int,
         state: str,
@@ -250,7 +250,7 @@ class ExecutionWriter:
         time_ns: int,
         place: tuple[int, int],
     ) -> None:
-        journal = _kept(encoder.encode(entries)) if entries else None
+        journal = _clipped_data(encoder.encode(entries)) if entries else None
         text = _shown(result) if isinstance(result, bytes) else result
         text = None if text is None else encodable(text[:TEXT_CHARACTERS_MAX])
         values = state, time_ns, text, journal, *place
@@ -283,7 +283,7 @@ class ExecutionWriter:
         known = {int(key) for (key,) in rows}
         for saved, handler in waiting:
             if saved.number not in known:
-                self._write_began(saved, handler, None)
+                self._write_start(saved, handler, None)
         for key in known - {saved.number for saved, _ in waiting}:  # nobody has written how they ended
             self._execute("update executions set state = 'ended' where key = ?", (key,))
 
@@ -331,7 +331,7 @@ def _shown_call(handler: Handler[Any, Any], arguments: bytes) -> tuple[str, dict
     return encodable(describe_arguments(values, parameters)), labels
 
 
-def _kept(data: bytes) -> bytes | None:
+def _clipped_data(data: bytes) -> bytes | None:
     return data if len(data) <= DATA_SIZE_BYTES_MAX else None
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from immortal.appsdk.handlers.log import FailureReporter
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.appsdk.running import tracing
 from immortal.appsdk.running.app_loop import AppLoop
-from immortal.appsdk.running.debugger import HOST, listen, pass_over_in_replays
+from immortal.appsdk.running.debugger import HOST, listen, skip_in_replays
 from immortal.appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
 from immortal.appsdk.running.time_limits import QueryLimit, Watchdog, limited
 from immortal.appsdk.running.user_modules import sources_of
@@ -52,7 +53,7 @@ class AppLife:
         is_disconnected: Callable[[], bool] = lambda: False,
         coordinator: str = "",
     ) -> None:
-        pass_over_in_replays()
+        skip_in_replays()
         self._debugpy = options.debugpy
         if options.stop is not None:
             self._listen(definition.name)
@@ -89,12 +90,14 @@ class AppLife:
             self._executions = ExecutionWriter(*options.executions, partial(print_message, definition.name))
             self.dispatcher.tasks.executions = self._executions
         self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, self._journal_grew)
-        limit = QueryLimit()
+        limit, handler_limit = QueryLimit(), definition.handler_time_limit
+        if options.handler_limit_s is not None:
+            handler_limit = timedelta(seconds=options.handler_limit_s)
         self.dispatcher.tasks.queries.bound = limit.run
         self._watchdog = Watchdog(
             lambda: self.dispatcher.records.current_handling,
             send_from_other_thread,
-            None if stop is not None else definition.handler_time_limit,
+            None if stop is not None else handler_limit,
             partial(print_message, definition.name),
             is_disconnected if stop is None else lambda: False,
             query_limit=limit,
@@ -153,7 +156,7 @@ class AppLife:
         if not sources or folder is None:
             return
         try:
-            if not kept_code.keep(folder, f"{cls.__module__}:{cls.__qualname__}", sources, since if since > 1 else 0):
+            if not kept_code.store(folder, f"{cls.__module__}:{cls.__qualname__}", sources, since if since > 1 else 0):
                 print_message(
                     cls.__qualname__,
                     f"its code is not kept with the log: it has over {kept_code.SOURCES_SIZE_BYTES_MAX >> 20} MiB",

@@ -23,6 +23,7 @@ REWOUND_VARIABLE = "IMMORTAL_REWOUND"
 TIMINGS_VARIABLE = "IMMORTAL_TIMINGS"
 EXECUTIONS_VARIABLE = "IMMORTAL_EXECUTIONS"
 SHARD_VARIABLE = "IMMORTAL_SHARD"
+HANDLER_LIMIT_VARIABLE = "IMMORTAL_HANDLER_LIMIT"
 
 
 class OptionError(AppError):
@@ -41,7 +42,8 @@ class RunOptions:
     is large. ``effects``: functions to replace and their replacements, as "module:function". ``timings``: folder for
     the times of handlers, and a limit in bytes; None: no times. ``debugpy``: port at which its clients attach.
     ``executions``: file for their list, and its days (0: no limit); None: no list. ``shard``: of a keyed class, which
-    one it is, of how many, from 1, and how many there were before; None: as in its state."""
+    one it is, of how many, from 1, and how many there were before; None: as in its state. ``handler_limit_s``: in place
+    of the class's own limit."""
 
     strict: bool = False
     trace: bool = False
@@ -53,6 +55,7 @@ class RunOptions:
     debugpy: int | None = None
     executions: tuple[Path, int] | None = None
     shard: tuple[int, ...] | None = None
+    handler_limit_s: float | None = None
 
 
 def run_options(
@@ -73,6 +76,7 @@ def run_options(
         executions=_place(environment, EXECUTIONS_VARIABLE, "DAYS:FILE"),
         debugpy=debugpy,
         shard=_shard(environment),
+        handler_limit_s=float(environment.get(HANDLER_LIMIT_VARIABLE) or 0) or None,
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import select
 import signal
 import socket
 import sys
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from operator import attrgetter
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 
@@ -70,6 +71,25 @@ class _EndAtOnce:
         with contextlib.suppress(Exception):  # it can come in the middle of a print
             sys.stdout.flush()
         os._exit(self.status)
+
+
+class _Output(io.FileIO):
+    """Output that never fails: what a handler prints must not make its call fail, on a full disk or a closed pipe."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            while (written := super().write(data)) is None:  # another process has made the terminal non-blocking
+                select.select([], [self], [])
+            return written
+        return len(data)
+
+    @classmethod
+    def for_lines(cls, stream: TextIO) -> TextIO:
+        """Return a stream that writes each line at once to the file of ``stream``, also if that is no terminal."""
+        if not isinstance(stream, io.TextIOWrapper):
+            return stream
+        file = io.BufferedWriter(cls(stream.fileno(), "wb", closefd=False))
+        return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True)
 
 
 def load(target: str) -> type:
@@ -186,7 +206,7 @@ def _run_connected(definition: Definition, connection: socket.socket, address: s
             tracing.report_failure(error, dispatcher, transport)
         else:
             dispatcher.announce_leaving(str(error).partition("\n")[0])
-            transport.send_last_words()
+            transport.send_last_output()
         raise
     except Disconnected as error:
         reason = str(error)
@@ -313,8 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"start the debugger at the handler of this record's message; default: ${BREAK_VARIABLE}",
     )
     options = parser.parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # output of handlers is visible at once, also in a file
+    sys.stdout, sys.stderr = _Output.for_lines(sys.stdout), _Output.for_lines(sys.stderr)
     try:
         distribution.refuse_another()
         how = run_options(strict=options.strict, trace=options.trace, stop=options.stop)

@@ -32,7 +32,7 @@ from immortal.appsdk.dispatch.delivery import Delivery, Entry
 from immortal.appsdk.errors import EXIT_FAILED, EXIT_RECOVER, QueryTooLong, StateError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.protocol.messages import MessageType, encode_message
-from immortal.protocol.timings import APP, Noting, PlainRow, SegmentWriter, TimingKind
+from immortal.protocol.timings import APP, BackgroundWriter, PlainRow, SegmentWriter, TimingKind
 from immortal.protocol.verdicts import Handling, encode_handling
 
 CHECK_INTERVAL_S = 0.5
@@ -122,6 +122,7 @@ class Watchdog:
         elif self._disconnected_at_s is not None and now_s - self._disconnected_at_s >= DISCONNECT_GRACE_S:
             why = "and the coordinator has ended the connection"
         if why and self._current_handling() == handling:  # it can have returned just now
+            self._send(encode_handling(msgspec.structs.replace(handling, for_s=for_s)))
             self._warn(
                 f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "
                 f"for {for_s:.1f} s, {why}: the process ends"
@@ -268,7 +269,7 @@ class HandlerTimings:
     ) -> None:
         self.clock_ns = clock_ns
         self._writer = SegmentWriter(folder, APP, limit_bytes, warn)
-        self._noting: Noting[_Handled] = Noting(self._write)
+        self._noting: BackgroundWriter[_Handled] = BackgroundWriter(self._write)
         self._put = self._noting.put
         self._noted = -1, -1  # messages that are undone and executed again were noted before
 

@@ -42,7 +42,7 @@ from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_mes
 from immortal.protocol.readers import Record
 
 EXTENSIONS = ALL_EXTENSIONS | TRACE_EXTENSIONS
-LAST_WORDS_TIMEOUT_S = 60.0  # for all output so far, which the coordinator can still be comparing
+LAST_OUTPUT_TIMEOUT_S = 60.0  # for all output so far, which the coordinator can still be comparing
 
 
 class TracingOutbox(Outbox):
@@ -94,9 +94,9 @@ class TracingOutbox(Outbox):
         for runs in self._runs.values():
             runs.clear()
 
-    def _hold(self, batch: Batch) -> None:
+    def _hold_back(self, batch: Batch) -> None:
         self._drop_origins(batch.destination, batch.count)
-        super()._hold(batch)
+        super()._hold_back(batch)
 
     def _note_pushed(self, batch: Batch) -> None:
         context, runs = self._context, self._runs.setdefault(batch.destination, [])
@@ -141,13 +141,13 @@ class TracingDispatcher(Dispatcher):
         self.reports_numbers = True
         """False: the caller takes them from ``tasks.drawn``."""
         self._ended_sequence_id = -1  # the last record that was handled completely
-        self._told_sequence_id = -1
+        self._reported_sequence_id = -1
 
     def _control(self, record: Record) -> Iterator[Event]:
-        self._tell_progress()  # before a checkpoint, which can be its last output
+        self._report_progress()  # before a checkpoint, which can be its last output
         for message_type, start, end in decode_messages(record.content):
             if message_type == MessageType.NUMBERS:  # it comes alone
-                self.tasks.told(decode_numbers(record.content[start:end]).draws)
+                self.tasks.receive_draws(decode_numbers(record.content[start:end]).draws)
                 return
         yield from super()._control(record)
 
@@ -166,18 +166,18 @@ class TracingDispatcher(Dispatcher):
         self._life.next_sequence_id = sequence_id
 
     def data_to_send(self) -> list[Chunk]:
-        self._tell_progress()
+        self._report_progress()
         return super().data_to_send()
 
-    def _tell_progress(self) -> None:
+    def _report_progress(self) -> None:
         """Report that this run draws no more numbers for the records so far."""
-        if self.reports_numbers and self.tasks.others is None and self._told_sequence_id < self._ended_sequence_id:
-            self._told_sequence_id = self._ended_sequence_id
+        if self.reports_numbers and self.tasks.matcher is None and self._reported_sequence_id < self._ended_sequence_id:
+            self._reported_sequence_id = self._ended_sequence_id
             self.outbox.send(encode_numbers(self._ended_sequence_id))
 
     def report_failure(self, error: HandlerError) -> None:
         """Report where the app stops, after all its output."""
-        self._tell_progress()
+        self._report_progress()
         self.outbox.close_batches()
         self.outbox.send(encode_handler_failed(HandlerFailure(error.sequence_id, error.message_index, str(error))))
 
@@ -185,7 +185,7 @@ class TracingDispatcher(Dispatcher):
 def report_failure(error: HandlerError, dispatcher: TracingDispatcher, transport: Transport) -> None:
     """Tell the coordinator of the failure before the connection is closed. Never raises."""
     dispatcher.report_failure(error)
-    transport.send_last_words(LAST_WORDS_TIMEOUT_S)
+    transport.send_last_output(LAST_OUTPUT_TIMEOUT_S)
 
 
 # Two runs over one log: operations that the second run repeats have the numbers of the first.
@@ -201,7 +201,7 @@ def report_failure(error: HandlerError, dispatcher: TracingDispatcher, transport
 # long as the handler runs. If the new code is first, it gets the number once that is known.
 
 
-What = tuple[str, int]
+OperationKey = tuple[str, int]
 T = TypeVar("T")
 
 
@@ -211,64 +211,64 @@ class RenumberedTasks(Tasks):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.drawn: list[RandomDraw] = []
-        self.others: RunMatcher | None = None
+        self.matcher: RunMatcher | None = None
         self._since_copy: list[_Drawn] = []
-        self._again: deque[_Drawn] = deque()
+        self._redrawn: deque[_Drawn] = deque()
 
     def draw_number(self, operation: Operation | None = None) -> int:
-        if self._again:
-            drawn = self._again.popleft()
+        if self._redrawn:
+            drawn = self._redrawn.popleft()
         else:
             drawn = self._draw(operation)
             self._since_copy.append(drawn)
         self._next_number = max(self._next_number, abs(drawn.number) + 1)
         if operation is not None and drawn.outcome is not None:  # the result is there already
-            self.later(partial(self.resolve, operation, *drawn.outcome))
+            self.defer(partial(self.resolve, operation, *drawn.outcome))
         return drawn.number
 
     def _draw(self, operation: Operation | None) -> _Drawn:
-        if self.others is not None:
-            return self.others.drawn_for(operation)
+        if self.matcher is not None:
+            return self.matcher.drawn_for(operation)
         number = super().draw_number()
         if operation is None:
             self.drawn.append(RandomDraw(number, 0, "", self.context.message_index))
         else:
-            self.drawn.append(RandomDraw(number, operation.task.number, *_what(operation)))
+            self.drawn.append(RandomDraw(number, operation.task.number, *_operation_key(operation)))
         return _Drawn(number)
 
-    def copied(self) -> None:
+    def note_copy(self) -> None:
         self._since_copy.clear()
 
-    def rewinds(self) -> None:
-        self._again = deque(self._since_copy)  # it draws the same again
+    def note_rewind(self) -> None:
+        self._redrawn = deque(self._since_copy)  # it draws the same again
 
-    def renumbered(self, own: int, number: int) -> None:
+    def note_renumbered(self, own: int, number: int) -> None:
         for drawn in self._since_copy:
             if drawn.number == own:
                 drawn.number = number
 
-    def told(self, draws: Sequence[RandomDraw]) -> None:
+    def receive_draws(self, draws: Sequence[RandomDraw]) -> None:
         """Take the numbers that the other run drew in the next record."""
-        if self.others is None:
-            self.others = RunMatcher(self)
-        self.others.told(draws)
+        if self.matcher is None:
+            self.matcher = RunMatcher(self)
+        self.matcher.receive_draws(draws)
 
     def end_record(self) -> None:
-        self._again.clear()
-        if self.others is not None:
-            self.others.end_record()
+        self._redrawn.clear()
+        if self.matcher is not None:
+            self.matcher.end_record()
 
-    def runs(self, number: int) -> bool:
+    def is_running(self, number: int) -> bool:
         return number in self._tasks
 
     def restore(self, saved: SavedTasks) -> None:
         super().restore(saved)
-        if self.others is not None:
-            self.others.restored()
+        if self.matcher is not None:
+            self.matcher.restored()
 
     def _end(self, task: Task) -> None:
-        if self.others is not None:
-            self.others.forget(task.number)
+        if self.matcher is not None:
+            self.matcher.forget(task.number)
         super()._end(task)
 
     def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
@@ -285,7 +285,7 @@ class _Drawn(Struct):
     outcome: tuple[bool, bytes] | None = None
 
 
-def _what(operation: Operation) -> What:
+def _operation_key(operation: Operation) -> OperationKey:
     """Describe an operation like a journal, but a call by its method ID: the code can have renamed the method."""
     if isinstance(operation, Call):
         return f"call {operation.target.handler.method_id} of {operation.target.destination}", operation.detail
@@ -304,7 +304,7 @@ class MatchedOperation:
         self.what = what
         self.outcome: tuple[bool, bytes] | None = None
 
-    def went_to(self, name: str) -> bool:
+    def is_addressed_to(self, name: str) -> bool:
         return self.what.endswith(f" of {name}")
 
     def fits(self, saved: Described) -> bool:
@@ -313,20 +313,20 @@ class MatchedOperation:
 
 
 class _Handler(Struct):
-    """Handler that both codes run. ``ahead``: operations of only the old code so far; ``behind``: numbers of those of
-    only the new code."""
+    """Handler that both codes run. ``unmatched_old``: operations of only the old code so far; ``unmatched_new``:
+    numbers of those of only the new code."""
 
-    ahead: dict[What, deque[MatchedOperation]] = field(default_factory=dict)
-    behind: dict[What, deque[int]] = field(default_factory=dict)
+    unmatched_old: dict[OperationKey, deque[MatchedOperation]] = field(default_factory=dict)
+    unmatched_new: dict[OperationKey, deque[int]] = field(default_factory=dict)
 
 
-def _taken(waiting: dict[What, deque[T]], what: What) -> T | None:
-    """Remove and return the first item that waits for ``what``."""
-    if (found := waiting.get(what)) is None:
+def _pop_first(waiting: dict[OperationKey, deque[T]], key: OperationKey) -> T | None:
+    """Remove and return the first item that waits under ``key``."""
+    if (found := waiting.get(key)) is None:
         return None
     first = found.popleft()
     if not found:
-        del waiting[what]
+        del waiting[key]
     return first
 
 
@@ -341,18 +341,18 @@ class RunMatcher:
 
     # --- the other run ----------------------------------------------------------------------------------------------
 
-    def told(self, draws: Sequence[RandomDraw]) -> None:
+    def receive_draws(self, draws: Sequence[RandomDraw]) -> None:
         for draw in draws:
             if not draw.task:
                 self._starts[draw.detail] = draw.number
                 self._handlers[draw.number] = _Handler()
             elif (handler := self._handler(draw.task)) is not None:
-                what = (draw.what, draw.detail)
-                if (own := _taken(handler.behind, what)) is not None:
+                key = (draw.what, draw.detail)
+                if (own := _pop_first(handler.unmatched_new, key)) is not None:
                     self._renumber(own, draw.number)
                 else:
                     counterpart = MatchedOperation(draw.number, draw.what)
-                    handler.ahead.setdefault(what, deque()).append(counterpart)
+                    handler.unmatched_old.setdefault(key, deque()).append(counterpart)
                     self._register(counterpart)
 
     def end_record(self) -> None:
@@ -365,13 +365,13 @@ class RunMatcher:
         """Forget a handler: it has ended here, or never begun."""
         handler = self._handlers.pop(number, None)
         if handler is not None:
-            for counterpart in chain.from_iterable(handler.ahead.values()):
+            for counterpart in chain.from_iterable(handler.unmatched_old.values()):
                 self._unregister(counterpart)
 
     def restored(self) -> None:
         """Register the counterparts again, after the waits were registered again."""
         for handler in self._handlers.values():
-            for counterpart in chain.from_iterable(handler.ahead.values()):
+            for counterpart in chain.from_iterable(handler.unmatched_old.values()):
                 self._register(counterpart)
 
     # --- this run ---------------------------------------------------------------------------------------------------
@@ -380,15 +380,15 @@ class RunMatcher:
         """Return the number for an operation, or (None) for the handler that starts."""
         if operation is None:
             number = self._starts.pop(self._tasks.context.message_index, None)
-            return self._own() if number is None else _Drawn(number)
+            return self._draw_own() if number is None else _Drawn(number)
         handler = self._handler(operation.task.number)
         if handler is None:
-            return self._own()
-        what = _what(operation)
-        counterpart = _taken(handler.ahead, what)
+            return self._draw_own()
+        key = _operation_key(operation)
+        counterpart = _pop_first(handler.unmatched_old, key)
         if counterpart is None:
-            own = self._own()
-            handler.behind.setdefault(what, deque()).append(own.number)
+            own = self._draw_own()
+            handler.unmatched_new.setdefault(key, deque()).append(own.number)
             return own
         self._unregister(counterpart)
         return _Drawn(counterpart.number, counterpart.outcome)
@@ -397,13 +397,13 @@ class RunMatcher:
         """Set the first number of calls without a counterpart: others can only answer numbers of 0 or more."""
         self._own_numbers = count(first)
 
-    def _own(self) -> _Drawn:
+    def _draw_own(self) -> _Drawn:
         return _Drawn(next(self._own_numbers))
 
     def _handler(self, number: int) -> _Handler | None:
         """Return a handler by number; None if it does not run here, or not there."""
         handler = self._handlers.get(number)
-        if handler is None and number > 0 and self._tasks.runs(number):  # it has waited since before the replay
+        if handler is None and number > 0 and self._tasks.is_running(number):  # it has waited since before the replay
             handler = self._handlers[number] = _Handler()
         return handler
 
@@ -424,4 +424,4 @@ class RunMatcher:
             self._tasks.unregister(operation)
             operation.number = number
             self._tasks.register(operation)
-            self._tasks.renumbered(own, number)
+            self._tasks.note_renumbered(own, number)

@@ -39,7 +39,7 @@ CONNECT_ATTEMPT_TIMEOUT_S = 5.0
 CONNECT_DELAY_S_MIN, CONNECT_DELAY_S_MAX = 0.01, 0.05  # an attempt costs less than a service that stays down
 RECEIVE_SIZE_BYTES = 256 << 10  # per recv: more costs more in fresh memory than it saves in calls
 INPUT_BUFFERED_BYTES_MAX = 8 << 20  # read while no input is handled
-LAST_WORDS_TIMEOUT_S = 5.0  # for the last output before the app leaves
+LAST_OUTPUT_TIMEOUT_S = 5.0  # for the last output before the app leaves
 TIMER_WAIT_MS_MAX = 10_000  # then the time is checked again
 SEND_CHUNKS_MAX = 256  # of one sendmsg; the system's own limit is 1024
 UNIX = "unix:"  # prefix of the path of a Unix socket
@@ -178,7 +178,7 @@ class Transport:
         try:
             return self._run()
         except UpgradeError:
-            self.send_last_words()
+            self.send_last_output()
             raise
         finally:
             self._loop.close()
@@ -197,12 +197,12 @@ class Transport:
                 if event is not None:
                     continue
                 if self._input_ended:
-                    raise self._gone()
+                    raise self._disconnected()
             else:
                 loop.poll()
             self._wait()
 
-    def send_last_words(self, timeout_s: float = LAST_WORDS_TIMEOUT_S) -> None:
+    def send_last_output(self, timeout_s: float = LAST_OUTPUT_TIMEOUT_S) -> None:
         """Send the dispatcher's last output so that the coordinator can read it, before the connection is closed.
 
         Input that arrives after a close would make the system discard unsent output. Never raises."""
@@ -221,7 +221,7 @@ class Transport:
             while not self._input_ended and poll.poll(1000 * max(0.0, deadline_s - time.monotonic())):
                 self._input_ended = not self._connection.recv(RECEIVE_SIZE_BYTES)
 
-    def _gone(self) -> Disconnected:
+    def _disconnected(self) -> Disconnected:
         where = " (in the middle of a record)" if self._dispatcher.buffered_bytes else ""
         return Disconnected(
             f"the coordinator at {self._address} is gone{where}; it and the app live and die together: start both again"
@@ -295,7 +295,7 @@ class Transport:
             self._poll.register(self._connection, interest)
             self._interest = interest
         self._poll_snapshot()
-        for descriptor, happened in self._poll.poll(self._time_to_wait_ms()):
+        for descriptor, happened in self._poll.poll(self._poll_timeout_ms()):
             if descriptor == self._waker.fileno():
                 self._waker.clear()
                 continue
@@ -306,7 +306,7 @@ class Transport:
             if happened & ~select.POLLOUT:
                 self._receive()
 
-    def _time_to_wait_ms(self) -> int | None:
+    def _poll_timeout_ms(self) -> int | None:
         """Return the time in ms until a timer is due or a child has been silent for too long."""
         times_ms = []
         due_ns = self._dispatcher.next_due_ns
@@ -379,7 +379,7 @@ def authenticate(connection: socket.socket, secret: bytes, address: str) -> None
             f"who listens at {address} has not proven to be the coordinator of this app within {ANSWER_TIMEOUT_S:g} s"
         ) from None
     except OSError as error:
-        raise _gone(address, error.strerror or str(error)) from None
+        raise _connect_error(address, error.strerror or str(error)) from None
 
 
 def _answer(connection: socket.socket, address: str) -> Answer:
@@ -390,7 +390,7 @@ def _answer(connection: socket.socket, address: str) -> Answer:
     while True:
         data = connection.recv(ANSWER_SIZE_BYTES_MAX)
         if not data:
-            raise _gone(address, "the connection was closed")
+            raise _connect_error(address, "the connection was closed")
         reader.receive_data(data)
         size_bytes += len(data)
         event = reader.next_event()
@@ -412,7 +412,7 @@ def _answer(connection: socket.socket, address: str) -> Answer:
     raise RemoteProtocolError("its answer to a Challenge is something else than a Proof")
 
 
-def _gone(address: str, problem: str) -> ConnectError:
+def _connect_error(address: str, problem: str) -> ConnectError:
     return ConnectError(
         f"who listens at {address} went away before it had proven to be the coordinator of this app ({problem}): it "
         f"has another app ('immortal status' says), ends, or is of a version before this proof"

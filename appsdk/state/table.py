@@ -12,11 +12,10 @@ from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Mu
 from itertools import chain
 from operator import add, attrgetter, lt
 from threading import get_ident
-from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar, cast, get_args
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeGuard, TypeVar, cast, get_args
 
 import lmdb
 import msgspec
-from msgspec import inspect as shapes
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value, resolve_hints
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
@@ -26,7 +25,7 @@ from immortal.appsdk.state.table_rows import KEY_SIZE_BYTES_MAX, KeyForm, Span, 
 from immortal.appsdk.types import registry
 from immortal.appsdk.types.encoding import allow_integers
 from immortal.appsdk.types.handles import MARK
-from immortal.appsdk.types.registry import may_hold_handles, types_of
+from immortal.appsdk.types.registry import may_change, may_hold_handles
 from immortal.protocol import decoding
 
 K = TypeVar("K")
@@ -36,18 +35,6 @@ PIECE_SIZE_BYTES = 256 << 10
 WATCHED_MAX = 1000  # values that were read, before those are forgotten that nobody holds any more
 _NOBODY_HOLDS = 2  # references: that of the list, and that of the count itself
 _REQUIRED: Any = object()
-_MUTABLE = (
-    shapes.AnyType
-    | shapes.CustomType
-    | shapes.ListType
-    | shapes.SetType
-    | shapes.DictType
-    | shapes.TypedDictType
-    | shapes.ByteArrayType
-    | shapes.MemoryViewType
-    | shapes.RawType
-    | shapes.ExtType
-)
 
 
 class RowCodec(Protocol):
@@ -85,7 +72,7 @@ class TableKind:
         self.decode = ValueDecoder(exact_value).plainly
         self.decode_rows = ValueDecoder(dict[exact_key, exact_value]).plainly
         self.decode_raws = ValueDecoder(dict[exact_key, msgspec.Raw]).plainly
-        self.is_mutable = any(map(_is_mutable, types_of(self.value_type)))
+        self.is_mutable = may_change(self.value_type)
         self.may_hold_handles = may_hold_handles(self.value_type)
 
     def _index(self, attribute: str) -> Index:
@@ -97,15 +84,6 @@ class TableKind:
             known = ", ".join(hints) or "none"
             raise TypeError(f"index={attribute!r}: its values have no such attribute (they have: {known})")
         return Index(attrgetter(attribute), key_form(hints[attribute]))
-
-
-def _is_mutable(info: shapes.Type) -> bool:
-    if isinstance(info, shapes.StructType):
-        return not info.cls.__struct_config__.frozen
-    if isinstance(info, shapes.DataclassType):
-        parameters = getattr(info.cls, "__dataclass_params__", None)  # None: a class of attrs
-        return parameters is None or not parameters.frozen
-    return isinstance(info, _MUTABLE)
 
 
 class TableField:
@@ -204,7 +182,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         data = kind.schema.encode_row(kind.name, value)
         if kind.may_hold_handles and MARK in data:
             raise StateError(f"{kind.where}: row {key!r} has a handle, a table can't keep it: put it in an attribute")
-        self._put(key, packed, data, value, self._watched(context) if _handles_first(context) else None)
+        self._put(key, packed, data, value, self._watched(context) if _handles_new(context) else None)
         if kind.is_mutable and _handles(context):
             self._watched(context).stored(packed, value, data)
 
@@ -219,6 +197,16 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         if self._rows.get(packed) is None:
             raise KeyError(key)
         self._delete(packed)
+
+    def __or__(self, rows: Mapping[K, V]) -> dict[K, V]:
+        return {**self, **rows}
+
+    def __ror__(self, rows: Mapping[K, V]) -> dict[K, V]:
+        return {**rows, **self}
+
+    def __ior__(self, rows: Mapping[K, V] | Iterable[tuple[K, V]]) -> Self:
+        self.update(rows)
+        return self
 
     def clear(self) -> None:
         """Remove all rows."""
@@ -440,7 +428,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             return
         self._make_room(None)
         rows = list(map(bytes, raws.values()))
-        self._rows.fill(dict(zip(keys, rows, strict=True)), behind=True)
+        self._rows.fill(dict(zip(keys, rows, strict=True)), at_end=True)
         for some, (_, index_rows) in zip(entries, self._indexes.values(), strict=True):
             index_rows.fill(dict.fromkeys(some, b""))
         saved = list(raws) if kind.has_plain_keys else [kind.key.unpack(key, 0)[0] for key in keys]
@@ -481,7 +469,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         """Read transaction of the file. While somebody holds it, a forked child can read the rows."""
         return self._store.snapshot
 
-    def unstored(self) -> StateError | None:
+    def storage_problem(self) -> StateError | None:
         """Return the error if the handler that has run changed a value that it read, and did not set it again, or if a
         row was refused to it."""
         watch = self._watch
@@ -516,9 +504,9 @@ def _handles(context: Context | None) -> TypeGuard[Context]:
     return context is not None and context.handling_thread_id > QUERY_RUNS
 
 
-def _handles_first(context: Context | None) -> TypeGuard[Context]:
+def _handles_new(context: Context | None) -> TypeGuard[Context]:
     """Return True if a message is handled that no earlier life has handled, as far as is known."""
-    return _handles(context) and context.tasks is not None and context.tasks.queries.handles_first
+    return _handles(context) and context.tasks is not None and context.tasks.queries.handles_new
 
 
 class _Watch:

@@ -15,7 +15,7 @@ from immortal.appsdk.errors import HandlerError, UsageError
 from immortal.appsdk.handlers.definition import Definition, definition_of, shard_name
 from immortal.appsdk.handlers.moves import change_count, shard_numbers
 from immortal.appsdk.immortal import Immortal
-from immortal.appsdk.running.debugger import pass_over_in_replays
+from immortal.appsdk.running.debugger import skip_in_replays
 from immortal.appsdk.testing.instance import Instance, MemorySource, Pending, Shards
 from immortal.appsdk.testing.outside import OUTSIDE_NAME, OUTSIDERS, EffectStubs
 from immortal.appsdk.testing.replay_check import ReplayDiffers, problems_of
@@ -71,17 +71,17 @@ class Environment:
         __tracebackhide__ = True
         try:
             if error is not None:
-                self._say_where(error)
+                self._note_crash(error)
                 return
             try:
                 self.close()
             except BaseException as failure:
-                self._say_where(failure)
+                self._note_crash(failure)
                 raise
         finally:
-            self._world.clear_away()
+            self._world.discard_tasks()
 
-    def _say_where(self, error: BaseException) -> None:
+    def _note_crash(self, error: BaseException) -> None:
         if self._world.crashes.happened:
             error.add_note(self._world.crashes.happened)
 
@@ -140,7 +140,7 @@ class Environment:
     def _start(self, definition: Definition, name: str, effects: EffectStubs | None) -> Instance[Any]:
         __tracebackhide__ = True
         self._world.require_open()
-        pass_over_in_replays()  # for example those that check the test at its end
+        skip_in_replays()  # for example those that check the test at its end
         is_text = isinstance(name, str) and is_encodable(name)
         if not is_text or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
             raise UsageError(f"env.start(..., {name!r}): a name of 1 to {NAME_SIZE_BYTES_MAX} bytes was expected")

@@ -268,7 +268,7 @@ class Instance(Generic[T]):
             raise UsageError(f"{what} is no handler of {self!r}: it has {known}")
         codec = self.definition.codec(found)
         bound = codec.bind(args, kwargs)
-        return found, codec.exactly(bound) if codec.needs_forms else bound
+        return found, codec.tag_values(bound) if codec.needs_forms else bound
 
 
 class OfKey(Generic[T]):
@@ -363,8 +363,8 @@ class HookQueue(ImpulseQueue):
         self._run_handlers()
         self._queue.flush(0)  # all are accepted, or it raises the reason
 
-    def ask_for_checkpoint(self) -> None:
-        self._queue.ask_for_checkpoint()
+    def request_checkpoint(self) -> None:
+        self._queue.request_checkpoint()
         self._run_handlers()
 
     def _run_handlers(self) -> None:

@@ -37,7 +37,7 @@ def codec_of(cls: type) -> Codec | None:
     if (kind := kind_of(cls)) is not None:
         return Codec(
             kind.parts,
-            lambda annotation, contents: kind.make(cls, contents),
+            lambda annotation, contents: kind.build(cls, contents),
             show=kind.parts if cls is re.Pattern else str,
             form=lambda annotation: kind.form,
         )

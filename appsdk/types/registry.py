@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from immortal.appsdk.errors import DefinitionError
 from immortal.protocol.extension_values import converted
+from immortal.protocol.redaction import Redacted
 
 T = TypeVar("T")
 Plain = TypeVar("Plain")
@@ -74,13 +75,13 @@ def find_codec(cls: Any) -> Codec | None:
         return None
     if not isinstance(cls, type):
         return None
-    codec = _registered.get(cls) or _of_library(cls)
+    codec = _registered.get(cls) or _library_codec(cls)
     if codec is not None:
         _found[cls] = codec
     return codec
 
 
-def _of_library(cls: type) -> Codec | None:
+def _library_codec(cls: type) -> Codec | None:
     for base in cls.__mro__:
         module = _LIBRARIES.get(base.__module__.partition(".")[0])
         if module is not None:
@@ -105,7 +106,7 @@ def register_type(cls: type[T], *, encode: Callable[[T], Plain], decode: Callabl
     if cls in _registered:
         raise DefinitionError(f"register_type({name}): it is registered already: remove one of the two")
     is_pythons = importlib.import_module(_PYTHON).codec_of(cls) is not None  # apps of 0.1.0 can have a codec for it
-    if not _is_custom(cls) or (_of_library(cls) is not None and not is_pythons):
+    if not _is_custom(cls) or (_library_codec(cls) is not None and not is_pythons):
         raise DefinitionError(f"register_type({name}): its values are carried already, without a codec: remove this")
     if problem := unsupported_type(form):
         raise DefinitionError(f"register_type({name}, form=...): {problem}")
@@ -136,6 +137,8 @@ def encode_custom(value: Any) -> Any:
 
 def show_custom(value: Any) -> Any:
     """Return the value to show to people in place of ``value``."""
+    if isinstance(value, Redacted):
+        return str(value)
     codec = _codec_for(value)
     return _applied(value, codec.show or codec.encode)
 
@@ -274,6 +277,34 @@ def may_hold_ordered(annotation: Any) -> bool:
     """Return True if a value of the annotation can contain an OrderedDict."""
     customs = (info.cls for info in types_of(annotation) if isinstance(info, msgspec.inspect.CustomType))
     return any((typing.get_origin(cls) or cls) is OrderedDict for cls in customs)
+
+
+_MUTABLE = (
+    msgspec.inspect.AnyType
+    | msgspec.inspect.CustomType
+    | msgspec.inspect.ListType
+    | msgspec.inspect.SetType
+    | msgspec.inspect.DictType
+    | msgspec.inspect.TypedDictType
+    | msgspec.inspect.ByteArrayType
+    | msgspec.inspect.MemoryViewType
+    | msgspec.inspect.RawType
+    | msgspec.inspect.ExtType
+)
+
+
+def may_change(annotation: Any) -> bool:
+    """Return True if a value of the annotation can contain one that code can change, such as a list."""
+    return any(map(_is_mutable, types_of(annotation)))
+
+
+def _is_mutable(info: msgspec.inspect.Type) -> bool:
+    if isinstance(info, msgspec.inspect.StructType):
+        return not info.cls.__struct_config__.frozen
+    if isinstance(info, msgspec.inspect.DataclassType):
+        parameters = getattr(info.cls, "__dataclass_params__", None)  # None: a class of attrs
+        return parameters is None or not parameters.frozen
+    return isinstance(info, _MUTABLE)
 
 
 @functools.cache

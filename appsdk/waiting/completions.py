@@ -15,8 +15,8 @@ from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import (
     CANCELLED,
+    describe_failure,
     encode_failed,
-    failure_in_words,
     forked,
     reference,
     refused,
@@ -26,7 +26,7 @@ from immortal.appsdk.calls.failures import (
 from immortal.appsdk.errors import HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.ordering.messages import Scope
-from immortal.appsdk.state.journal import declared_name, described, encode_raised
+from immortal.appsdk.state.journal import declared_name, describe_operation, encode_raised
 from immortal.appsdk.types.handles import MARK
 from immortal.appsdk.waiting.host import Answers, HandlerRuns, Host
 from immortal.appsdk.waiting.operations import NOTHING, Event, MulticastCall
@@ -49,10 +49,10 @@ class Endings:
     def finish(self, task: Task) -> None:
         """Answer the caller of a handler that has ended."""
         value, error = task.result()
-        task.clear_up()
+        task.close_leftovers()
         if (reason := task.cancelled_with) is not None:  # as ordered: no failure of its own, and no dead letter
             self.note(task.number, "cancelled", reason, task)
-            self.tell_cancelled(task.handler, task.caller, task.call_number, reason)
+            self.answer_cancelled(task.handler, task.caller, task.call_number, reason)
             return
         declared = None if error is None else declared_name(task.handler.raises, error)
         if error is not None and declared is None:
@@ -78,7 +78,7 @@ class Endings:
         except UsageError as problem:  # it contains a handle that can't be passed on
             self._failed(task, task.failure(problem))
 
-    def tell_cancelled(self, handler: Handler[Any, Any], caller: str | None, call_number: int, reason: str) -> None:
+    def answer_cancelled(self, handler: Handler[Any, Any], caller: str | None, call_number: int, reason: str) -> None:
         """Answer the caller of a cancelled call, also of one that had not begun."""
         if caller is not None:
             context = self._context
@@ -95,7 +95,7 @@ class Endings:
         verdict = self._handler_runs.verdicts.get(verdict.key, verdict)
         if not self._handler_runs.report_failure(verdict, error):
             raise error
-        self.note(task.number, "failed", failure_in_words(verdict), task)
+        self.note(task.number, "failed", describe_failure(verdict), task)
         if task.caller is not None:
             self._answers.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
 
@@ -104,7 +104,7 @@ class Endings:
         if (executions := self._context.tasks.executions) is not None:
             entries = () if task is None else task.entries
             place = self._context.sequence_id, self._context.message_index
-            executions.ended(number, state, result, entries, self._context.record_time_ns, place)
+            executions.note_end(number, state, result, entries, self._context.record_time_ns, place)
 
 
 # Input for calls that wait: their answers, or the message that the called member of a group was expelled.
@@ -122,7 +122,7 @@ class _ReturnedNothing(msgspec.Struct, array_like=True, gc=False):
     number: int
 
 
-_take_call_number = decoding.Decoder(list[msgspec.Raw]).decode
+_decode_raised = decoding.Decoder(list[msgspec.Raw]).decode
 _RETURNED_VALUE, _RETURNED_NOTHING, _RAISED = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED
 # ... aliases, which are found faster than an enum's attributes
 _decode_value = decoding.Decoder(_ReturnedValue).decode
@@ -151,7 +151,7 @@ class Incoming:
         finally:
             self.failed = None
 
-    def answered(self, kind: RpcKind, data: bytes) -> None:
+    def receive_answer(self, kind: RpcKind, data: bytes) -> None:
         """Take in an answer; ignore it if nobody waits for it any more. Raises HandlerError."""
         context = self._context
         try:
@@ -161,18 +161,18 @@ class Incoming:
             elif kind is _RETURNED_NOTHING:
                 number, value = _decode_nothing(data).number, NOTHING
             else:
-                number_raw, *rest = _take_call_number(data)
+                number_raw, *rest = _decode_raised(data)
                 number, value = decoding.decode(number_raw, type=int), encoder.encode(rest)
         except (ValueError, IndexError) as error:
             raise refused(context, WHAT, Cause.UNUSABLE, f"an answer that can't be read: {error}") from None
         if (call := self._calls.get(number)) is not None:
-            if context.source and not call.went_to(context.source):  # what the instance tells itself is true
+            if context.source and not call.is_addressed_to(context.source):  # what the instance tells itself is true
                 if self.failed is None:
                     text = f"an answer of {context.source!r} to call {number}, which went to somebody else"
                     raise refused(context, WHAT, Cause.SENDER, text)
                 return
             if MARK in data and (kind is _RAISED or call.result_may_hold_handles) and self.failed is None:
-                context.nodes.accounts.arrived(data)
+                context.nodes.accounts.count_incoming(data)
             self._tasks.resolve(call, kind is _RAISED, value)
             self._tasks.drain()
         elif (relay := getattr(self._tasks.instance, "_immortal_relay", None)) is not None and relay(
@@ -180,9 +180,9 @@ class Incoming:
         ):
             return
         elif MARK in data and self.failed is None:
-            context.nodes.accounts.not_taken(data)
+            context.nodes.accounts.return_copies(data)
 
-    def expelled(self, scope: Scope, member: str, source: str, value: bytes) -> None:
+    def answer_expelled(self, scope: Scope, member: str, source: str, value: bytes) -> None:
         """Answer calls of multicasts in place of the expelled ``member``, as another member, ``source``, reports.
 
         Callers that wait for ``member`` get ``value``; its earlier answers come before this. A multicast that
@@ -191,7 +191,7 @@ class Incoming:
         for call in list(self._calls.values()):
             if not isinstance(call, MulticastCall) or call.scope is None or not call.scope.reaches(*astuple(scope)):
                 continue
-            of = {one.to: one for one in call.all_of_it}
+            of = {one.to: one for one in call.multicast}
             if member not in of or call.number in done:
                 continue
             is_cancelled = source not in of or of[source].number in self._calls
@@ -199,9 +199,9 @@ class Incoming:
             for one in ended:
                 if self._calls.get(one.number) is one:
                     done.add(one.number)
-                    self._tasks.later(partial(self._tasks.resolve, one, False, value))
+                    self._tasks.defer(partial(self._tasks.resolve, one, False, value))
 
-    def whom(self, number: int) -> str | None:
+    def receiver_of_call(self, number: int) -> str | None:
         """Return the destination of the open call of that number; None: there is none."""
         call = self._calls.get(number)
         return None if call is None else call.target.destination
@@ -226,16 +226,16 @@ class Orders:
         unknown = {"done": None, "text": "what it has come to is not known any more: see which handlers wait now"}
         return self._outcomes.get((sequence_id, message_index), unknown)
 
-    def obey(self, order: Order) -> None:
+    def execute(self, order: Order) -> None:
         """Carry out an order. Raises HandlerError."""
         context = self._context
         key = context.sequence_id, context.message_index
-        done, text = self._obey(order)
+        done, text = self._execute(order)
         self._outcomes[key] = {"done": done, "text": text}
         if len(self._outcomes) > OUTCOMES_MAX:
             del self._outcomes[next(iter(self._outcomes))]
 
-    def _obey(self, order: Order) -> tuple[bool, str]:
+    def _execute(self, order: Order) -> tuple[bool, str]:
         tasks = self._context.tasks
         if order.verb == "expel":
             return self._expel(str(decoding.decode(order.value)), order.text)
@@ -243,13 +243,13 @@ class Orders:
             return tasks.restart(order)  # type: ignore[no-any-return]
         task: Task | None = tasks.waiting(order.task)
         ends = order.verb in ("cancel", "terminate")
-        if task is None and ends and (name := tasks.give_up(order.task, order.text)) is not None:
+        if task is None and ends and (name := tasks.cancel_queued(order.task, order.text)) is not None:
             return True, f"{name} was cancelled before its turn"
         if task is None:
             return False, f"no handler {order.task} waits: it has ended, or there never was one"
         if order.verb == "cancel":
             tasks.cancel(task, order.text, order.who)
-            return True, f"{task.name} was cancelled, and {_what_it_does(task)}"
+            return True, f"{task.name} was cancelled, and {_describe_wait(task)}"
         if order.verb == "terminate":
             tasks.terminate(task, order.text, order.who)
             return True, f"{task.name} was terminated"
@@ -275,10 +275,10 @@ class Orders:
         except decoding.DecodeError as error:
             return False, f"the value is not what {task.name} waits for: {error}"
         self._context.tasks.resolve(event, False, value)
-        return True, f"{task.name} has the event {order.text!r}, and {_what_it_does(task)}"
+        return True, f"{task.name} has the event {order.text!r}, and {_describe_wait(task)}"
 
 
-def _what_it_does(task: Task) -> str:
+def _describe_wait(task: Task) -> str:
     if task.is_done:
         return "has ended"
-    return f"waits for {', '.join(map(described, task.pending.values()))}"
+    return f"waits for {', '.join(map(describe_operation, task.pending.values()))}"

@@ -65,10 +65,10 @@ class Host:
         self.effects = WaitingEffects(context)
         self.queries = Queries(context)
         self.has_tables = False  # the class that runs has
-        self.starts_first = False  # it is the instance's first start, not a replay
+        self.is_first_start = False  # it is the instance's first start, not a replay
         self.handler_runs = HandlerRuns(context, self.queries)
         self.answers = Answers(context)
-        self.events = Events(self.later, self._signalled)
+        self.events = Events(self.defer, self._signalled)
         self._queue: deque[Callable[[], None]] = deque()
         self.one_by_one = False  # woken handlers run by run_next_woken, after an announcement
         self._next_number = 1
@@ -81,14 +81,14 @@ class Host:
         """Return the ``self`` for the handler that ``task`` runs."""
         raise NotImplementedError
 
-    def began(self, task: Any) -> None:
+    def note_start(self, task: Any) -> None:
         """Note that a task starts from its beginning, possibly again with other arguments."""
         raise NotImplementedError
 
-    def copied(self) -> None:
+    def note_copy(self) -> None:
         """Note that a copy of the state was taken: no rewind begins before it."""
 
-    def rewinds(self) -> None:
+    def note_rewind(self) -> None:
         """Note that messages since the copy are handled again."""
 
     def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
@@ -100,7 +100,7 @@ class Host:
 
     # --- order of handlers ------------------------------------------------------------------------------------------
 
-    def later(self, action: Callable[[], None]) -> None:
+    def defer(self, action: Callable[[], None]) -> None:
         """Call ``action`` after the code that runs now has come to a stop."""
         self._queue.append(action)
 
@@ -127,7 +127,7 @@ class Host:
             self.answers.send_call(operation, operation.arguments)
         elif isinstance(operation, MulticastCall):
             operation.sent = operation.arguments
-            self.answers.send_multicast(operation.all_of_it)
+            self.answers.send_multicast(operation.multicast)
         elif isinstance(operation, Step):
             # Copies go in and come out, as in a rebuild: nobody else must hold objects of the state.
             target = operation.target
@@ -161,7 +161,7 @@ class Host:
             self.calls[operation.number] = operation
             if self.executions is not None and not operation.task.is_silent:
                 to = operation.to if isinstance(operation, MulticastCall) else operation.target.destination
-                self.executions.called(operation.task.number, operation.step, operation.number, to)
+                self.executions.note_call(operation.task.number, operation.step, operation.number, to)
         elif isinstance(operation, Timer):
             self.clock.add(operation)
         elif isinstance(operation, Event):
@@ -266,7 +266,7 @@ class Answers:
         sender(destination, "a forwarded call", method_id, RpcKind.CALL, rpc_type=kind)(arguments)
 
     def answer(self, handler: Handler[Any, Any], caller: str, number: int, raised: bool, value: bytes) -> None:
-        to, front = self.addressed(caller, number)
+        to, front = self.answer_address(caller, number)
         if raised:
             name, arguments, attributes = decoding.decode(value, type=list[msgspec.Raw])
             self._sender(to, handler, RpcKind.RAISED)((*front, name, arguments, attributes))
@@ -284,11 +284,11 @@ class Answers:
         self._send(caller, RpcKind.RAISED, *answer_of(verdict, self._context.instance_name))
 
     def _send(self, caller: Caller, kind: RpcKind, *values: Any) -> None:
-        to, front = self.addressed(caller.name, caller.number)
+        to, front = self.answer_address(caller.name, caller.number)
         self._context.outbox.make_sender(to, "the answer to a call", caller.method_id, kind)((*front, *values))
 
     @staticmethod
-    def addressed(caller: str, number: int) -> tuple[str, tuple[Any, ...]]:
+    def answer_address(caller: str, number: int) -> tuple[str, tuple[Any, ...]]:
         """Return the destination of an answer and its first arguments: answers to all clients have one destination."""
         return (CLIENTS, (caller, number)) if caller.startswith(CLIENTS) else (caller, (number,))
 
@@ -364,7 +364,7 @@ class HandlerRuns:
             return
         problem: StateError | None = None
         for table in self._tables:
-            problem = problem or table.unstored()
+            problem = problem or table.storage_problem()
         if self.check is not None:
             problem = problem or self.check()
         if problem is not None:
@@ -424,7 +424,7 @@ class HandlerRuns:
     ) -> None:
         """Report that ``handler`` raised an exception that it declares."""
         if self.context.reporter is not None:
-            describe = partial(describe_arguments, arguments, _names(handler))
+            describe = partial(describe_arguments, arguments, _names(handler), handler.name)
             self.context.reporter.declared(self.context, handler.function.__qualname__, describe, caller, error)
 
     def run_step(self, task: int, step: int, handler: AnyHandler, arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
@@ -484,19 +484,19 @@ class Limits:
     def has_room(self, handler: Handler[Any, Any], arguments: bytes) -> bool:
         return all(self._running[group] < limit for group, limit in self._groups(handler, arguments))
 
-    def began(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
+    def acquire(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
         groups = self._groups(handler, arguments)
         if groups:
             self._groups_of[number] = groups
             self._running.update(group for group, _ in groups)
 
-    def ended(self, number: int) -> None:
+    def release(self, number: int) -> None:
         for group, _ in self._groups_of.pop(number, ()):
             self._running[group] -= 1
             if not self._running[group]:
                 del self._running[group]
 
-    def take_next(self) -> SavedTask | None:
+    def pop_next(self) -> SavedTask | None:
         """Remove and return the oldest queued call that can begin now."""
         definition = self._definition
         whole = definition.concurrent_handlers

@@ -20,7 +20,7 @@ from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, Effect
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, Cron, Handler, Period
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.state.journal import WAYS_OUT, JournalError, SavedTasks, described
+from immortal.appsdk.state.journal import WAYS_OUT, JournalError, SavedTasks, describe_operation
 from immortal.appsdk.waiting.operations import Event, Operation, Owner, Timer
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import RpcType
@@ -36,7 +36,7 @@ def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
     return min(one_ns, other_ns)
 
 
-class ToldTime(msgspec.Struct, array_like=True, frozen=True):
+class LoggedTime(msgspec.Struct, array_like=True, frozen=True):
     """Impulse with the time, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
 
     ``jumped_ns``: how far the clock was stepped forward, to ``time_ns``; 0: it was not.
@@ -108,16 +108,16 @@ class Clock:
             return timer.detail
         return timer.detail + sum(by_ns for since_ns, by_ns in self.jumps if began_ns < since_ns)
 
-    def jumped(self, since_ns: int, by_ns: int) -> None:
+    def shift(self, since_ns: int, by_ns: int) -> None:
         """Delay running durations and periods by ``by_ns``: the clock was stepped."""
-        self.jumps = [*self.jumps_that_count(), (since_ns, by_ns)]
+        self.jumps = [*self.relevant_jumps(), (since_ns, by_ns)]
         self.jumped_to_ns = since_ns
         self._make_heap()
         for handler in self._scheduled:
             if isinstance(handler.schedule, Period) and handler.method_id in self.schedules:
                 self.schedules[handler.method_id] += by_ns
 
-    def jumps_that_count(self) -> list[tuple[int, int]]:
+    def relevant_jumps(self) -> list[tuple[int, int]]:
         """Return the clock jumps that came after the beginning of some timer."""
         if not self.jumps:
             return []
@@ -145,7 +145,7 @@ class Clock:
             if handler.schedule
         ]
 
-    def take_timers(self, time_ns: int) -> list[Due]:
+    def pop_due_timers(self, time_ns: int) -> list[Due]:
         """Remove and return the timers that are due at ``time_ns``, in the order of their times."""
         found = []
         while self._due and self._due[0][0] <= time_ns:
@@ -163,7 +163,7 @@ class Clock:
             if isinstance(handler.schedule, Cron) and self.schedules.get(handler.method_id, 0) <= time_ns
         }
 
-    def take_schedules(self, time_ns: int, decided: Mapping[int, int]) -> list[Handler[Any, Any]]:
+    def pop_due_schedules(self, time_ns: int, decided: Mapping[int, int]) -> list[Handler[Any, Any]]:
         """Return the handlers that are due at ``time_ns``, each once, however many of its times have passed.
 
         ``decided``: see :meth:`decide`. A schedule without a time in the log, in a replay, has not begun.
@@ -195,43 +195,43 @@ class TimeImpulses:
         self._context = context
         self._clock = clock
         self._is_primary = False
-        self._told_ns: int | None = None  # the time of an impulse that is in flight
+        self._in_flight_ns: int | None = None  # the time of an impulse that is in flight
         self._jumps: list[tuple[int, int]] = []  # to be logged once the app is primary
 
     @property
     def next_due_ns(self) -> int | None:
         """Time at which to call :meth:`log_time`, ns since the Unix epoch; None: not yet, or never."""
-        if not self._is_primary or self._told_ns is not None:
+        if not self._is_primary or self._in_flight_ns is not None:
             return None
         return earlier(self._clock.next_due_ns(), self._context.multicasts.due_ns)
 
     def start(self) -> None:
         """Begin to log the time: the app is primary. Each logged time comes back as input."""
         self._is_primary = True
-        self._tell_jumps()
+        self._log_jumps()
 
     def log_time(self, time_ns: int) -> None:
         """Log the time ``time_ns`` as an impulse to this instance."""
-        self._told_ns = time_ns
+        self._in_flight_ns = time_ns
         decided = self._clock.decide(time_ns)
         self._context.outbox.impulses.append_own(_write_time, (time_ns, decided) if decided else (time_ns,))
 
-    def came_back(self, time_ns: int) -> None:
-        if self._told_ns is not None and time_ns >= self._told_ns:
-            self._told_ns = None
+    def note_logged(self, time_ns: int) -> None:
+        if self._in_flight_ns is not None and time_ns >= self._in_flight_ns:
+            self._in_flight_ns = None
 
-    def jumped(self, time_ns: int, jumped_ns: int) -> None:
+    def note_jump(self, time_ns: int, jumped_ns: int) -> None:
         """Note that the clock was stepped by ``jumped_ns``, to ``time_ns``."""
         self._jumps.append((time_ns, jumped_ns))
-        self._tell_jumps()
+        self._log_jumps()
 
-    def _tell_jumps(self) -> None:
+    def _log_jumps(self) -> None:
         """Log clock jumps, so that they shorten no sleep, in any replay."""
         if self._is_primary:
             for time_ns, jumped_ns in self._jumps:
                 if self._clock.is_needed and time_ns > self._clock.jumped_to_ns:  # else the log has it
-                    told = time_ns, self._clock.decide(time_ns), jumped_ns
-                    self._context.outbox.impulses.append_own(_write_time, told)
+                    fields = time_ns, self._clock.decide(time_ns), jumped_ns
+                    self._context.outbox.impulses.append_own(_write_time, fields)
             self._jumps.clear()
 
 
@@ -242,7 +242,7 @@ class TimeImpulses:
 # effect. The rest is only for people: which effect it was, its arguments, and the execution of its handler.
 
 
-WORDS_CHARACTERS_MAX = 200
+LABEL_CHARACTERS_MAX = 200
 _write_result = make_writer("the result of an effect", EFFECT_METHOD_ID, RpcType.IMPULSE)
 
 
@@ -290,20 +290,20 @@ class Effect(Operation):
         return self.function.decode_error(value, self.options.raises)
 
 
-def words_of(effect: Effect) -> str:
+def describe_effect(effect: Effect) -> str:
     """Return a text on an effect and its handler, for people."""
     return encodable(f"{effect.function.describe(effect.encoded)} of {effect.task.described_call}")[
-        :WORDS_CHARACTERS_MAX
+        :LABEL_CHARACTERS_MAX
     ]
 
 
-def _told(effect: Effect, words: str, raised: bool, value: bytes) -> tuple[Any, ...]:
+def _result_fields(effect: Effect, words: str, raised: bool, value: bytes) -> tuple[Any, ...]:
     return effect.number, effect.what, effect.detail, raised, msgspec.Raw(value), words, effect.task.number
 
 
 def encode_result(effect: Effect, raised: bool, value: bytes) -> bytes:
     """Encode the impulse with the result of an effect. Raises UsageError if it is too large."""
-    return encode_call(_write_result, _told(effect, words_of(effect), raised, value))
+    return encode_call(_write_result, _result_fields(effect, describe_effect(effect), raised, value))
 
 
 class WaitingEffects:
@@ -320,7 +320,7 @@ class WaitingEffects:
         self._runner: EffectRunner | None = None
         self._paused_runner: EffectRunner | None = None
         self._misfit = ""
-        self.begun: list[tuple[int, str, int]] | None = None  # numbers, what and detail, in an inspected run
+        self.collected: list[tuple[int, str, int]] | None = None  # numbers, what and detail, in an inspected run
 
     def function(self, function: Callable[..., Any]) -> EffectFunction:
         """Return the EffectFunction of a function. Raises UsageError, DefinitionError."""
@@ -333,12 +333,12 @@ class WaitingEffects:
 
     def add(self, effect: Effect) -> None:
         self.waiting[effect.number] = effect
-        if self.begun is not None:
-            self.begun.append((effect.number, effect.what, getattr(effect, "detail", 0)))
+        if self.collected is not None:
+            self.collected.append((effect.number, effect.what, getattr(effect, "detail", 0)))
         if self._runner is not None and not self._context.multicasts.holds_effect(effect.number):
             self._run(effect, self._runner)
 
-    def unheld(self, number: int) -> None:
+    def run_held(self, number: int) -> None:
         """Run an effect: the multicasts that it waited for stand."""
         effect = self.waiting.get(number)
         if effect is not None and self._runner is not None and number not in self.requests:
@@ -393,9 +393,9 @@ class WaitingEffects:
 
     def _run(self, effect: Effect, runner: EffectRunner) -> None:
         def send(raised: bool, value: bytes) -> None:  # any thread; raises UsageError if the value is too large
-            self._context.outbox.impulses.append_own(_write_result, _told(effect, words, raised, value))
+            self._context.outbox.impulses.append_own(_write_result, _result_fields(effect, words, raised, value))
 
-        words = words_of(effect)
+        words = describe_effect(effect)
         request = self.requests[effect.number] = self.make_request(effect, send)
         runner.start(request)
 
@@ -429,7 +429,7 @@ class WaitingEffects:
         if self._context.reporter is not None:
             self._context.reporter.effect_failed(self._context.instance_name, effect, error, attempts)
 
-    def take(self, result: EffectResult) -> Effect | None:
+    def match(self, result: EffectResult) -> Effect | None:
         """Return the effect of ``result``, if it is still waited for."""
         effect = self.waiting.get(result.number)
         if effect is None:
@@ -438,8 +438,8 @@ class WaitingEffects:
             # In a replay of changed code the log does not know this effect. In a recovery this is an error, but when it
             # is known not to be such a replay, it is too late to raise it here.
             self._misfit = self._misfit or (
-                f"{effect.task.name} waits for {described(effect)}, and record {self._context.sequence_id} has the "
-                f"result of {described(result)} for it"
+                f"{effect.task.name} waits for {describe_operation(effect)}, and record {self._context.sequence_id} "
+                f"has the result of {describe_operation(result)} for it"
             )
             return None
         return effect
@@ -455,12 +455,12 @@ KEPT_SIGNALS_BYTES_MAX = 64 << 20  # ... and their values together
 class Events:
     """Waits for events, the oldest first, and signals that nobody has waited for yet."""
 
-    def __init__(self, later: Callable[[Callable[[], None]], None], resolve: Callable[[Event, bytes], None]) -> None:
+    def __init__(self, defer: Callable[[Callable[[], None]], None], resolve: Callable[[Event, bytes], None]) -> None:
         self.kept: dict[str, deque[bytes]] = {}
         self._waiting: dict[str, dict[int, Event]] = {}  # by name and number
         self._given: Counter[str] = Counter()  # signals that reach their waiters once the handler has come to a stop
         self._count = self._size_bytes = 0  # of these and of the kept ones
-        self._later = later
+        self._defer = defer
         self._resolve = resolve
 
     def add(self, event: Event) -> None:
@@ -500,7 +500,7 @@ class Events:
         self._given[name] += 1
         self._count += 1
         self._size_bytes += len(value)
-        self._later(partial(self._give, name, value))
+        self._defer(partial(self._give, name, value))
 
     def offer(self, name: str) -> None:
         """Give the oldest kept signal to the handler that waits for it."""

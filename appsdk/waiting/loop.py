@@ -67,20 +67,20 @@ class HandlerLoop(asyncio.AbstractEventLoop):
     One loop of an instance runs at a time, until it has no ready callback. ``number``: unique in the life of the
     instance. ``main``: the task of the handler itself. ``must_end``: run no more callbacks: the handler is over,
     whatever its coroutines do about it. ``subtasks``: tasks of the handler that have not ended, with their contexts.
-    ``left``: of those, the ones that were cancelled when the handler ended; None before. ``unbegun``: futures that were
-    created and never awaited, by number, oldest first.
+    ``remaining``: of those, the ones that were cancelled when the handler ended; None before. ``unawaited``: futures
+    that were created and never awaited, by number, oldest first.
     """
 
     __slots__ = (
         "_asyncgens",
         "futures_count",
-        "left",
         "main",
         "must_end",
         "number",
         "ready",
+        "remaining",
         "subtasks",
-        "unbegun",
+        "unawaited",
     )
 
     number: int
@@ -88,9 +88,9 @@ class HandlerLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, ready: Ready) -> None:
         self.ready = ready
-        self.unbegun = _NO_FUTURES
+        self.unawaited = _NO_FUTURES
         self.subtasks = _NO_SUBTASKS
-        self.left: list[asyncio.Task[Any]] | None = None
+        self.remaining: list[asyncio.Task[Any]] | None = None
         self._asyncgens = _NO_GENERATORS
         self.futures_count = self.tasks_count = 0
         self.must_end = False
@@ -132,12 +132,12 @@ class HandlerLoop(asyncio.AbstractEventLoop):
                             self._callback_failed(handle, error)
                 if is_last_turn:
                     break
-                is_last_turn = self.left is None and self.main.done()  # asyncio.run stops one turn after the end
+                is_last_turn = self.remaining is None and self.main.done()  # asyncio.run stops one turn after the end
         finally:
             ready.enter(outer)
             sys.set_asyncgen_hooks(*ready.outside[1])
-            if not self.unbegun:
-                self.unbegun = _NO_FUTURES
+            if not self.unawaited:
+                self.unawaited = _NO_FUTURES
 
     def _callback_failed(self, handle: asyncio.Handle, error: BaseException) -> None:
         """Report what a callback has raised; raise it if user code must not catch it."""
@@ -250,12 +250,12 @@ class HandlerLoop(asyncio.AbstractEventLoop):
 
     def end_subtasks(self) -> None:
         """Cancel the tasks that the handler left running, like asyncio.run: the handler ends after them."""
-        self.left = [task for task in self.subtasks if not task.done()]
+        self.remaining = [task for task in self.subtasks if not task.done()]
         alive: list[Any] = [found for one in self._asyncgens if (found := one()) is not None]
         self._asyncgens = _NO_GENERATORS
-        for task in self.left:
+        for task in self.remaining:
             task.cancel()
-        self.left += [self.create_task(found.aclose()) for found in alive if found.ag_frame is not None]
+        self.remaining += [self.create_task(found.aclose()) for found in alive if found.ag_frame is not None]
 
     # --- methods that asyncio and libraries call ----------------------------------------------------------------------
 
@@ -404,9 +404,9 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
         self._number = loop.futures_count = loop.futures_count + 1
         self.task = loop
         self._is_begun = False
-        if loop.unbegun is _NO_FUTURES:
-            loop.unbegun = {}
-        loop.unbegun[self._number] = self
+        if loop.unawaited is _NO_FUTURES:
+            loop.unawaited = {}
+        loop.unawaited[self._number] = self
 
     def __str__(self) -> str:
         raise NotImplementedError
@@ -442,7 +442,7 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
         if self._is_begun or self.done():
             return
         task = self.task
-        task.unbegun.pop(self._number, None)
+        task.unawaited.pop(self._number, None)
         ready = task.ready
         is_own = ready.loop is task and ready.thread_id == threading.get_ident()
         if not is_own and events._get_running_loop() is not None:  # None: Python clears the coroutine away
@@ -479,7 +479,7 @@ class LazyFuture(_Numbered, asyncio.Future[T]):
     def cancel(self, msg: Any | None = None) -> bool:
         if self.done():
             return False
-        self.task.unbegun.pop(self._number, None)
+        self.task.unawaited.pop(self._number, None)
         is_cancelled = super().cancel(msg)
         if self._is_begun:
             self._drop()
@@ -549,12 +549,12 @@ class Race(LazyFuture[Winner[Any]]):
                 future.cancel()
                 continue
             self._open[future] = index
-            future.add_done_callback(self._one_ended)
+            future.add_done_callback(self._on_part_done)
             if future.done():
                 self._decide(future)
         self._finish()
 
-    def _one_ended(self, future: asyncio.Future[Any]) -> None:
+    def _on_part_done(self, future: asyncio.Future[Any]) -> None:
         if future in self._open:
             self._decide(future)
             self._finish()

@@ -25,7 +25,7 @@ from immortal.appsdk.state.journal import (
     Pending,
     SavedTask,
     decode_raised,
-    described,
+    describe_operation,
 )
 from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.types.encoding import form_to_send
@@ -271,7 +271,7 @@ class Call(_HandlerOperation):
 
     __slots__ = ()
 
-    def went_to(self, name: str) -> bool:
+    def is_addressed_to(self, name: str) -> bool:
         return name == self.target.destination
 
     @property
@@ -280,9 +280,9 @@ class Call(_HandlerOperation):
 
 
 class MulticastCall(Call):
-    """Call of a multicast, which is sent when the last of its calls, ``all_of_it``, begins. ``to``: the receiver."""
+    """Call of a multicast, which is sent when the last call of ``multicast`` begins. ``to``: the receiver."""
 
-    __slots__ = ("all_of_it", "scope", "sent", "to")
+    __slots__ = ("multicast", "scope", "sent", "to")
 
     def __init__(
         self,
@@ -290,16 +290,16 @@ class MulticastCall(Call):
         target: Target,
         to: str,
         arguments: tuple[Any, ...],
-        all_of_it: list[MulticastCall],
+        multicast: list[MulticastCall],
         scope: Scope | None = None,
     ) -> None:
         super().__init__(task, target, arguments)
         self.what = f"ordered call {to}.{target.called.name}"
         self.to = to
         self.scope = scope
-        self.all_of_it = all_of_it
+        self.multicast = multicast
         self.sent: tuple[Any, ...] | None = None  # its arguments, once it has begun
-        all_of_it.append(self)
+        multicast.append(self)
 
 
 class Timer(Operation):
@@ -370,12 +370,14 @@ def make_node_call(
 # Values of signals, from the sender to the waiter.
 
 
-def event_name(what: str, name: object) -> str:
-    """Return an event's name as a plain str. ``what``: for messages. Raises UsageError."""
+def event_name(function_name: str, name: object) -> str:
+    """Return an event's name as a plain str. ``function_name``: for messages. Raises UsageError."""
     if not isinstance(name, str):
-        raise UsageError(f"{what}({name!r}): the name of an event is a str")
+        raise UsageError(f"{function_name}({name!r}): the name of an event is a str")
     if not is_encodable(name):
-        raise UsageError(f"{what}({name!r}): the name of an event is text that can be encoded, without lone surrogates")
+        raise UsageError(
+            f"{function_name}({name!r}): the name of an event is text that can be encoded, without lone surrogates"
+        )
     return str.__str__(name)
 
 
@@ -410,9 +412,9 @@ class Rebuild:
         self._entries = iter(saved.entries)
         self._by_step: dict[int, Entry | Pending] = {**self.pending, **{entry.step: entry for entry in saved.entries}}
         self._title = title
-        self.use_up()
+        self.consume_entry()
 
-    def use_up(self) -> None:
+    def consume_entry(self) -> None:
         self.next_entry = next(self._entries, None)
 
     def check(self, operation: Operation) -> None:
@@ -422,16 +424,18 @@ class Rebuild:
         """
         saved = self._by_step.get(operation.step)
         if saved is not None and not operation.fits(saved):
-            raise self.mismatch(operation.step, saved, described(operation))
+            raise self.mismatch(operation.step, saved, describe_operation(operation))
         if isinstance(saved, Pending) and not operation.is_immediate:
             operation.number = saved.number
 
-    def take(self, operation: Operation) -> Entry:
+    def take_entry(self, operation: Operation) -> Entry:
         """Return the journal's result of an operation that does not wait. Raises JournalError."""
         entry = self.next_entry
         if entry is None or entry.step != operation.step:
-            raise self.mismatch(operation.step, entry or self._by_step.get(operation.step), described(operation))
-        self.use_up()
+            raise self.mismatch(
+                operation.step, entry or self._by_step.get(operation.step), describe_operation(operation)
+            )
+        self.consume_entry()
         return entry
 
     def outcome(self, operation: Operation, entry: Entry) -> tuple[Any, Exception | None]:
@@ -445,7 +449,7 @@ class Rebuild:
             ) from None
 
     def mismatch(self, step: int, saved: Entry | Pending | None, got: str) -> JournalError:
-        expected = described(saved) if saved is not None else "nothing more"
+        expected = describe_operation(saved) if saved is not None else "nothing more"
         if got == expected:
             got = f"{got}, in another order"
         return JournalError(
@@ -453,7 +457,7 @@ class Rebuild:
             f"stops\n{WAYS_OUT}"
         )
 
-    def wrong_end(self, waits: Mapping[int, Operation], steps_count: int, got: str) -> JournalError:
+    def end_mismatch(self, waits: Mapping[int, Operation], steps_count: int, got: str) -> JournalError:
         """Return the error for a used up journal while the handler ``waits`` for other operations than before."""
         missing = [pending for step, pending in self.pending.items() if step not in waits]
         extra = [operation for step, operation in waits.items() if step not in self.pending]

@@ -28,7 +28,15 @@ from immortal.appsdk.calls.user_code import (
 from immortal.appsdk.errors import AppError, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.log import HandlerLog
-from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
+from immortal.appsdk.state.journal import (
+    CANCEL,
+    CANCEL_STEP,
+    WAYS_OUT,
+    Entry,
+    JournalError,
+    SavedTask,
+    describe_operation,
+)
 from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.waiting.host import Host
 from immortal.appsdk.waiting.loop import raise_signal
@@ -106,11 +114,11 @@ class Task(Owner):
 
     __slots__ = (
         "_abandoned",
+        "_call_text",
         "_continuation",
         "_copies",
-        "_described",
         "_error",
-        "_is_cleared_away",
+        "_is_detached",
         "_is_running",
         "_rebuild",
         "_resumed_count",
@@ -119,15 +127,15 @@ class Task(Owner):
         "_streams",
         "_variables",
         "arguments",
-        "began_at",
         "call_number",
         "caller",
         "entries",
-        "given",
         "handler",
         "key",
+        "origin_results",
         "pending",
         "runs_local_step",
+        "started_by",
         "started_ns",
         "tasks",
         "time_ns",
@@ -140,18 +148,18 @@ class Task(Owner):
         self.number, self.generation = call.number, call.generation
         self.arguments = call.arguments
         self.caller, self.call_number = call.caller, call.call_number
-        self.began_at = call.sequence_id, call.message_index
+        self.started_by = call.sequence_id, call.message_index
         self.time_ns = time_ns
         self._stopped: Stopped | None = None
         self._abandoned: Abandoned | None = None
         self._rebuild: Rebuild | None = None
-        self._is_running = self._is_cleared_away = False
-        self._described = ""
+        self._is_running = self._is_detached = False
+        self._call_text = ""
         self._streams: dict[tuple[bytes, bytes], random.Random] | None = None
-        self.given = _NO_RESULTS
-        self._begin()
+        self.origin_results = _NO_RESULTS
+        self._start_run()
 
-    def _begin(self) -> None:
+    def _start_run(self) -> None:
         self.started_ns = self.time_ns
         self.entries: list[Entry] = []
         self.pending: dict[int, Operation] = {}
@@ -161,7 +169,7 @@ class Task(Owner):
         self._copies: list[tuple[Read, Any, bytes]] | None = None  # of the state, read in this turn
         self.runs_local_step = False
         self._error: BaseException | None = None  # with it the handler ends, whatever its coroutines do
-        self.left, self.must_end = None, False
+        self.remaining, self.must_end = None, False
         self.futures_count = self.tasks_count = 0
         arguments = self.decoded_arguments()
         self.key = arguments[0] if self.handler.is_keyed else None
@@ -190,7 +198,7 @@ class Task(Owner):
 
     @property
     def is_done(self) -> bool:
-        return self._error is not None or (self.left is not None and all(task.done() for task in self.left))
+        return self._error is not None or (self.remaining is not None and all(task.done() for task in self.remaining))
 
     @property
     def cancelled(self) -> list[Entry]:
@@ -209,16 +217,16 @@ class Task(Owner):
     def decoded_arguments(self) -> tuple[Any, ...]:
         return self.tasks.codec(self.handler).decode(self.arguments)
 
-    def described_arguments(self) -> str:
+    def arguments_text(self) -> str:
         """Return the handler's arguments as text, without secrets."""
-        return describe_arguments(self.decoded_arguments(), self.handler.signature.parameters)
+        return describe_arguments(self.decoded_arguments(), self.handler.signature.parameters, self.name)
 
     @property
     def described_call(self) -> str:
-        if not self._described:
+        if not self._call_text:
             names = self.handler.signature.parameters
-            self._described = f"{self.name}{describe_encoded(self.arguments, names, named=False)}"
-        return self._described
+            self._call_text = f"{self.name}{describe_encoded(self.arguments, names, self.name, named=False)}"
+        return self._call_text
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -254,7 +262,7 @@ class Task(Owner):
                 return
             if self._continuation is not None:
                 wake, arguments = self._start_over, (self._continuation,)
-            elif self.main.done() and self.left is None:
+            elif self.main.done() and self.remaining is None:
                 wake, arguments = self.end_subtasks, ()
             else:
                 break
@@ -276,34 +284,34 @@ class Task(Owner):
                         variables.run(coroutine.close)
         self.drop_pending()
         self.subtasks = {}
-        self.unbegun = {}
+        self.unawaited = {}
 
     def _start_over(self, continuation: ContinueAs) -> None:
         self._close()
         self.arguments = continuation.arguments
-        self._described = ""
-        self.given = _NO_RESULTS
+        self._call_text = ""
+        self.origin_results = _NO_RESULTS
         self.generation += 1
-        self._begin()
-        self.tasks.began(self)
+        self._start_run()
+        self.tasks.note_start(self)
 
     def resolve(self, operation: Operation, raised: bool, value: bytes, time_ns: int) -> None:
         """Resume with the result of ``operation``. Raises HandlerError."""
         self.time_ns = time_ns  # which goes into the journal
-        self._resume(operation, self._take_outcome(operation, raised, value))
+        self._resume(operation, self._journal_outcome(operation, raised, value))
 
     def _resume(self, operation: Operation, outcome: tuple[Any, ...]) -> None:
         self.forget(operation)
         self._resumed_count += 1
         self.advance(operation.complete, outcome)
 
-    def cancel(self, reason: str, who: str, time_ns: int) -> None:
+    def cancel(self, reason: str, canceller: str, time_ns: int) -> None:
         """Raise CancelledError where the handler waits, and run it. Raises HandlerError."""
-        self._cancel(self.cancellation_entry(reason, who, time_ns))
+        self._cancel(self.cancellation_entry(reason, canceller, time_ns))
 
     @staticmethod
-    def cancellation_entry(reason: str, who: str, time_ns: int) -> Entry:
-        return Entry(CANCEL_STEP, CANCEL, 0, True, encoder.encode((reason, who)), time_ns)
+    def cancellation_entry(reason: str, canceller: str, time_ns: int) -> Entry:
+        return Entry(CANCEL_STEP, CANCEL, 0, True, encoder.encode((reason, canceller)), time_ns)
 
     def _cancel(self, entry: Entry) -> None:
         """Cancel the handler. The entry is in the journal among the results, at its place."""
@@ -323,7 +331,7 @@ class Task(Owner):
         """Return (the reason, who ordered it) of a cancellation entry."""
         return decoding.decode(entry.value, type=tuple[str, str])
 
-    def clear_up(self) -> None:
+    def close_leftovers(self) -> None:
         """End what an ended handler has left: tasks of its last moment, and pending operations."""
         if self.subtasks or self.pending:
             self._close()
@@ -343,7 +351,7 @@ class Task(Owner):
             value = self.main.result()
         except BaseException as error:
             return None, _explained(error)
-        for future in self.unbegun.values():
+        for future in self.unawaited.values():
             return None, UsageError(
                 f"{future} was made and never awaited, so it never began: write 'await' in front of it (or "
                 f".fork(...), if nobody is to wait for it)"
@@ -373,9 +381,9 @@ class Task(Owner):
         self._steps_count += 1
         operation.step = self._steps_count
         if self._rebuild is not None:
-            self._begin_again(operation, self._rebuild)
+            self._repeat(operation, self._rebuild)
             return
-        if self.given and self._is_given(operation):
+        if self.origin_results and self._complete_from_origin(operation):
             return
         if not operation.is_immediate:
             operation.number = self.tasks.draw_number(operation)
@@ -389,25 +397,25 @@ class Task(Owner):
                 raise
             raise self.abandon(error) from error
         if outcome is not None:
-            operation.complete(*self._take_outcome(operation, *outcome))
+            operation.complete(*self._journal_outcome(operation, *outcome))
 
-    def _is_given(self, operation: Operation) -> bool:
+    def _complete_from_origin(self, operation: Operation) -> bool:
         """Complete ``operation`` with the result that this step of the origin had; return True if there is one. Only
         while the message is handled that began this handler: so no checkpoint has to keep such results."""
         context = self.tasks.context
-        entry = self.given.pop(operation.step, None)
+        entry = self.origin_results.pop(operation.step, None)
         if entry is None or entry.what != operation.what or isinstance(operation, MulticastCall):  # sent with others
             return False
-        if self.began_at != (context.sequence_id, context.message_index):
+        if self.started_by != (context.sequence_id, context.message_index):
             return False
         if operation.is_immediate:
-            operation.complete(*self._take_outcome(operation, entry.raised, entry.value))
+            operation.complete(*self._journal_outcome(operation, entry.raised, entry.value))
         else:
             self._wait_for(operation)
-            self.tasks.later(partial(self.tasks.resolve, operation, entry.raised, entry.value))
+            self.tasks.defer(partial(self.tasks.resolve, operation, entry.raised, entry.value))
         return True
 
-    def _take_outcome(self, operation: Operation, raised: bool, value: bytes) -> tuple[Any, ...]:
+    def _journal_outcome(self, operation: Operation, raised: bool, value: bytes) -> tuple[Any, ...]:
         """Put a result into the journal. If it does not fit its declaration, its sender has failed."""
         try:
             outcome = operation.outcome(raised, value)
@@ -417,13 +425,13 @@ class Task(Owner):
         self.entries.append(Entry(operation.step, operation.what, operation.detail, raised, value, self.time_ns))
         return outcome
 
-    def _begin_again(self, operation: Operation, rebuild: Rebuild) -> None:
+    def _repeat(self, operation: Operation, rebuild: Rebuild) -> None:
         try:
             rebuild.check(operation)
             if not operation.is_immediate:
                 self._wait_for(operation)
                 return
-            entry = rebuild.take(operation)
+            entry = rebuild.take_entry(operation)
             self.entries.append(entry)
             outcome = rebuild.outcome(operation, entry)
         except JournalError as error:
@@ -436,14 +444,14 @@ class Task(Owner):
         if operation.number:
             self.tasks.register(operation)
 
-    def clear_away(self, *, closes: bool = True) -> None:
+    def detach(self, *, closes: bool = True) -> None:
         """Remove the handler from its place: actions of its coroutines when they are closed have no effect."""
-        self._is_cleared_away = True
+        self._is_detached = True
         if closes:
             self._close()
 
     def forget(self, operation: Operation) -> None:
-        if self._is_cleared_away:
+        if self._is_detached:
             return
         self.pending.pop(operation.step, None)
         if operation.number:
@@ -514,7 +522,7 @@ class Task(Owner):
         """Label this execution in the list of executions, if the label is not there already from before a rebuild."""
         executions = self.tasks.executions
         if executions is not None and (executions.is_new or not self.is_silent):
-            executions.labelled(self.number, labels)
+            executions.note_labels(self.number, labels)
 
     def report(self, text: str, error: BaseException | None) -> None:
         self._variables.copy().run(HandlerLog().error, text, exception=error)
@@ -532,7 +540,7 @@ class Task(Owner):
             self.started_ns,
             list(self.entries),
             [operation.pending() for operation in self.pending.values()],
-            *self.began_at,
+            *self.started_by,
         )
 
     @classmethod
@@ -549,18 +557,18 @@ class Task(Owner):
         task.advance()
         while (entry := rebuild.next_entry) is not None:
             if entry.step == CANCEL_STEP:
-                rebuild.use_up()
+                rebuild.consume_entry()
                 task._cancel(entry)
                 continue
             operation = task.pending.get(entry.step)
             if operation is None:
-                raise rebuild.mismatch(entry.step, entry, task._where_it_is())
-            rebuild.use_up()
+                raise rebuild.mismatch(entry.step, entry, task._describe_place())
+            rebuild.consume_entry()
             task.entries.append(entry)
             task.time_ns = entry.time_ns
             task._resume(operation, rebuild.outcome(operation, entry))
         if task.is_done or task.pending.keys() != rebuild.pending.keys():
-            raise rebuild.wrong_end(task.pending, task._steps_count, task._where_it_is())
+            raise rebuild.end_mismatch(task.pending, task._steps_count, task._describe_place())
         task._rebuild = None
         return task
 
@@ -577,11 +585,11 @@ class Task(Owner):
 
     # --- in words -----------------------------------------------------------------------------------------------------
 
-    def _where_it_is(self) -> str:
+    def _describe_place(self) -> str:
         if self.is_done:
             _, error = self.result()
             return "its end" if error is None else f"{type(error).__name__}: {error}"
-        return ", ".join(map(described, self.pending.values())) or "nothing that it waits for"
+        return ", ".join(map(describe_operation, self.pending.values())) or "nothing that it waits for"
 
     def failure(self, error: BaseException) -> HandlerError:
         """Return the HandlerError for ``error``: this handler fails alone, or the app stops."""
@@ -589,4 +597,4 @@ class Task(Owner):
 
     def _title(self) -> str:
         since = datetime_of(self.started_ns).isoformat()
-        return f"{self.name}{self.described_arguments()}, which waits since {since},"
+        return f"{self.name}{self.arguments_text()}, which waits since {since},"

@@ -22,7 +22,7 @@ import msgspec
 
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
 from immortal.appsdk.calls.outbox import OF_ORDER
-from immortal.appsdk.calls.user_code import describe_arguments
+from immortal.appsdk.calls.user_code import describe_arguments, describe_result
 from immortal.appsdk.effects.effect import encodable
 from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
@@ -35,12 +35,12 @@ from immortal.appsdk.state.journal import (
     JournalError,
     SavedTask,
     SavedTasks,
-    described,
+    describe_operation,
 )
 from immortal.appsdk.types.handles import read_extension
 from immortal.appsdk.waiting.completions import Endings, Incoming, Orders
 from immortal.appsdk.waiting.host import Host, Limits
-from immortal.appsdk.waiting.impulses import Deadline, Effect, EffectResult, TimeImpulses, ToldTime
+from immortal.appsdk.waiting.impulses import Deadline, Effect, EffectResult, LoggedTime, TimeImpulses
 from immortal.appsdk.waiting.operations import (
     NOTHING,
     Call,
@@ -53,13 +53,13 @@ from immortal.appsdk.waiting.operations import (
 )
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskSelf
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.client_frames import Caller
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID, HANDLERS_COUNT_MAX, REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import VerdictKind
 
 DEADLINE = "its timeout"  # name of the canceller, for a handler whose time is over
-_buried: list[object] = []  # coroutines that must not run, kept: when Python clears one away it runs its 'finally'
+_discarded: list[object] = []  # coroutines that must not run, kept: when Python clears one away it runs its 'finally'
 
 
 class Tasks(Host):
@@ -75,8 +75,8 @@ class Tasks(Host):
         self._is_announced = False
         self.time_impulses = TimeImpulses(context, self.clock)
         self.incoming = Incoming(self)
-        context.multicasts.run_effect = self.effects.unheld
-        context.multicasts.receiver_of_call = self.incoming.whom
+        context.multicasts.run_effect = self.effects.run_held
+        context.multicasts.receiver_of_call = self.incoming.receiver_of_call
         context.nodes.make_call = make_node_call
         self.orders = Orders(context)
         self._endings = Endings(context, self.answers, self.handler_runs)
@@ -92,16 +92,16 @@ class Tasks(Host):
         self.clock.use(definition)
         self.handler_runs.use(definition, instance)
         self.context.multicasts.expel_after = getattr(instance, "_immortal_expel_after", dict)()
-        self.context.outbox.of_order = OF_ORDER | getattr(instance, "_immortal_of_order", frozenset)()
+        self.context.outbox.order_method_ids = OF_ORDER | getattr(instance, "_immortal_of_order", frozenset)()
         self.members.clear()
         self.peer_targets.clear()
         if saved is not None:
             self.restore(saved)
 
-    def clear_away(self) -> None:
+    def discard_all(self) -> None:
         """Clear away the waiting handlers: they are not needed any more."""
         for task in self._tasks.values():
-            task.clear_away()
+            task.detach()
 
     # --- waiting handlers -------------------------------------------------------------------------------------------
 
@@ -126,14 +126,14 @@ class Tasks(Host):
             tasks=[task.save() for task in self._tasks.values()],
             signals={name: list(values) for name, values in self.events.kept.items()},
             schedules=dict(self.clock.schedules),
-            jumps=self.clock.jumps_that_count(),
+            jumps=self.clock.relevant_jumps(),
             jumped_to_ns=self.clock.jumped_to_ns,
             queued=list(self.limits.queued.values()),
         )
 
     def restore(self, saved: SavedTasks) -> None:
         """Run all saved waiting handlers again. Raises JournalError."""
-        self.clear_away()
+        self.discard_all()
         self._queue.clear()
         self.next_announced = None
         self.ready.clear()
@@ -151,7 +151,7 @@ class Tasks(Host):
             self._handler_of(one)
             self.limits.queued[one.number] = one
         if saved.queued:  # limits of another version can let more of them begin, with the next input
-            self.later(self._begin_next)
+            self.defer(self._start_queued)
         self.events.sort()
 
     def _handler_of(self, saved: SavedTask) -> Handler[Any, Any]:
@@ -169,7 +169,7 @@ class Tasks(Host):
         if self.executions is not None:
             saved = saved or SavedTasks()
             waiting = [(one, self._handler_of(one)) for one in (*saved.tasks, *saved.queued)]
-            self.executions.restored(saved.next_number, self.context.sequence_id, waiting)
+            self.executions.note_restore(saved.next_number, self.context.sequence_id, waiting)
 
     def restart(self, order: Order) -> tuple[bool, str]:
         """Begin an execution again, with the same or other arguments; return (True if it was begun, outcome as text).
@@ -177,17 +177,17 @@ class Tasks(Host):
         Raises HandlerError.
         """
         try:
-            method_id, encoded, given = decoding.decode(order.value, type=tuple[int, msgspec.Raw, list[Entry]])
+            method_id, encoded, origin_results = decoding.decode(order.value, type=tuple[int, msgspec.Raw, list[Entry]])
             handler = self.definition.by_method_id.get(method_id)
             if handler is None or not handler.is_async:
                 return False, "only an 'async def' handler is begun again: call it anew ('immortal call')"
             arguments = self.codec(handler).decode(bytes(encoded))
         except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
             return False, f"the arguments are not what it takes: {error}"
-        if given and not self.limits.has_room(handler, self.codec(handler).encoded(arguments)[1]):
+        if origin_results and not self.limits.has_room(handler, self.codec(handler).encoded(arguments)[1]):
             return False, f"as many runs of {handler.function.__qualname__} as may go on at once: try again later"
         number = self._next_number
-        self.start(handler, arguments, None, 0, order.task, given)
+        self.start(handler, arguments, None, 0, order.task, origin_results)
         return True, f"{handler.function.__qualname__} has begun again, as {number}"
 
     # --- requests of handlers ---------------------------------------------------------------------------------------
@@ -217,30 +217,30 @@ class Tasks(Host):
         caller: str | None,
         call_number: int,
         origin: int | None = None,
-        given: Sequence[Entry] = (),
+        origin_results: Sequence[Entry] = (),
     ) -> None:
         """Start an ``async def`` handler, for ``caller`` or (None) nobody. Raises HandlerError.
 
-        ``origin``: the execution that it repeats; ``given``: results of steps of that."""
+        ``origin``: the execution that it repeats; ``origin_results``: results of steps of that."""
         context = self.context
         number, time_ns = self.draw_number(), context.record_time_ns or 0
         place = context.sequence_id, context.message_index
         _, encoded = self.codec(handler).encoded(arguments)
         call = SavedTask(number, 0, handler.method_id, encoded, caller, call_number, time_ns, [], [], *place)
         if self.executions is not None:
-            self.executions.began(call, handler, origin)
+            self.executions.note_start(call, handler, origin)
         if self.limits.has_room(handler, call.arguments):
-            self._begin(call, handler, given)
+            self._start_handler(call, handler, origin_results)
         else:
             self.limits.queued[number] = call
         self.drain()
 
-    def _begin(self, call: SavedTask, handler: Handler[Any, Any], given: Sequence[Entry] = ()) -> None:
-        if self._has_ended_the_process(call.number, handler, call.caller, call.call_number):
+    def _start_handler(self, call: SavedTask, handler: Handler[Any, Any], origin_results: Sequence[Entry] = ()) -> None:
+        if self._report_if_killed(call.number, handler, call.caller, call.call_number):
             return
         task = Task(self, handler, call, self.context.record_time_ns or 0)  # type: ignore[abstract]  # see HandlerLoop
-        if given:
-            task.given = {entry.step: entry for entry in given}
+        if origin_results:
+            task.origin_results = {entry.step: entry for entry in origin_results}
         self._add(task)
         task.advance()
         if task.is_done:
@@ -250,24 +250,24 @@ class Tasks(Host):
         self._tasks[task.number] = task
         if task.caller is not None:
             self._by_call.setdefault((task.caller, task.call_number), []).append(task)
-        self.began(task)
+        self.note_start(task)
 
-    def _begin_next(self, call: SavedTask | None = None) -> None:
+    def _start_queued(self, call: SavedTask | None = None) -> None:
         """Start the handlers whose turn it is, beginning with ``call``. Raises HandlerError."""
-        while (call := call or self.limits.take_next()) is not None:
-            if self.one_by_one and self._must_announce(call, partial(self._begin_next, call)):
+        while (call := call or self.limits.pop_next()) is not None:
+            if self.one_by_one and self._must_announce(call, partial(self._start_queued, call)):
                 return
-            self._begin(call, self._handler_of(call))
+            self._start_handler(call, self._handler_of(call))
             call = None
 
-    def began(self, task: Task) -> None:
+    def note_start(self, task: Task) -> None:
         """Count a run for limits, and start its timeout; with continue_as each run counts separately."""
-        self.limits.ended(task.number)
-        self.limits.began(task.number, task.handler, task.arguments)
+        self.limits.release(task.number)
+        self.limits.acquire(task.number, task.handler, task.arguments)
         if task.generation and self.executions is not None:
-            self.executions.began_again(task.number, task.handler, task.arguments)
+            self.executions.note_restart(task.number, task.handler, task.arguments)
         if self.limits.queued:
-            self.later(self._begin_next)
+            self.defer(self._start_queued)
         timeout = task.handler.timeout
         had_none = (task.cancellation(entry)[1] == DEADLINE for entry in task.cancelled)
         if timeout is None or not task.started_ns or any(had_none):
@@ -281,19 +281,19 @@ class Tasks(Host):
             task = self._tasks[deadline.number]
             if self.one_by_one and self._must_announce(task, partial(self._expire, deadline)):
                 return
-            if self._is_buried(task):
+            if self._discard_if_killed(task):
                 return
             self.clock.forget(deadline.number)
             self.cancel(task, f"it has not ended within {task.handler.timeout}", DEADLINE)
 
-    def give_up(self, number: int, reason: str) -> str | None:
+    def cancel_queued(self, number: int, reason: str) -> str | None:
         """Remove a call that waits for its turn; return the name of its handler, None if there is no such call."""
         call = self.limits.queued.pop(number, None)
         if call is None:
             return None
         handler = self._handler_of(call)
         self._endings.note(call.number, "cancelled", reason)
-        self._endings.tell_cancelled(handler, call.caller, call.call_number, reason)
+        self._endings.answer_cancelled(handler, call.caller, call.call_number, reason)
         return handler.function.__qualname__
 
     def _end(self, task: Task) -> None:
@@ -303,9 +303,9 @@ class Tasks(Host):
     def _remove(self, task: Task) -> None:
         del self._tasks[task.number]
         self.clock.forget(task.number)
-        self.limits.ended(task.number)
+        self.limits.release(task.number)
         if self.limits.queued:
-            self.later(self._begin_next)
+            self.defer(self._start_queued)
         if task.caller is not None:
             calls = self._by_call[task.caller, task.call_number]
             calls.remove(task)
@@ -317,7 +317,7 @@ class Tasks(Host):
             task = operation.task
             if self.one_by_one and self._must_announce(task, partial(self.resolve, operation, raised, value)):
                 return
-            if self.handler_runs.verdicts and self._is_buried(task):
+            if self.handler_runs.verdicts and self._discard_if_killed(task):
                 return
             if self.incoming.failed is not None:
                 raised, value = True, self.incoming.failed
@@ -325,12 +325,12 @@ class Tasks(Host):
             if task.is_done:
                 self._end(task)
 
-    def effect_done(self, result: EffectResult) -> None:
+    def receive_effect_result(self, result: EffectResult) -> None:
         """Take in the result of an effect. Raises HandlerError."""
         request = self.effects.requests.get(result.number)
-        if (effect := self.effects.take(result)) is not None:
+        if (effect := self.effects.match(result)) is not None:
             if self.executions is not None and request is not None and request.attempt > 1:
-                self.executions.tried(effect.task.number, effect.step, request.attempt)
+                self.executions.note_attempts(effect.task.number, effect.step, request.attempt)
             self.resolve(effect, result.raised, bytes(result.value))
             self.drain()
 
@@ -355,9 +355,9 @@ class Tasks(Host):
         self.next_announced = call
         return True
 
-    def _is_buried(self, task: Task) -> bool:
-        """Return True if a begun handler has a verdict, like :meth:`_has_ended_the_process`; then discard it."""
-        if not self._has_ended_the_process(task.number, task.handler, task.caller, task.call_number):
+    def _discard_if_killed(self, task: Task) -> bool:
+        """Return True if a begun handler has a verdict, like :meth:`_report_if_killed`; then discard it."""
+        if not self._report_if_killed(task.number, task.handler, task.caller, task.call_number):
             return False
         self._discard(task)
         return True
@@ -365,13 +365,11 @@ class Tasks(Host):
     def _discard(self, task: Task) -> None:
         """End a handler so that none of its code runs any more, not even a 'finally'."""
         task.drop_pending()
-        task.clear_away(closes=False)
-        _buried.append(task.main)
+        task.detach(closes=False)
+        _discarded.append(task.main)
         self._remove(task)
 
-    def _has_ended_the_process(
-        self, number: int, handler: Handler[Any, Any], caller: str | None, call_number: int
-    ) -> bool:
+    def _report_if_killed(self, number: int, handler: Handler[Any, Any], caller: str | None, call_number: int) -> bool:
         """Return True if a verdict says that this handler ended the process at this message: then it runs no more.
 
         Its caller is told."""
@@ -386,9 +384,9 @@ class Tasks(Host):
 
     # --- orders of an operator --------------------------------------------------------------------------------------
 
-    def ordered(self, order: Order) -> None:
+    def execute_order(self, order: Order) -> None:
         """Carry out an operator's order. Raises HandlerError."""
-        self.orders.obey(order)
+        self.orders.execute(order)
         self.drain()
 
     def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
@@ -404,39 +402,39 @@ class Tasks(Host):
         if calls:
             self.cancel(calls[0], reason, f"its caller, {caller or 'the instance itself'}")
         elif waits is not None:
-            self.give_up(waits, reason)
+            self.cancel_queued(waits, reason)
         self.answers.answer_value(Caller(caller, number, CANCEL_CALL_METHOD_ID), found)
         self.drain()
 
-    def cancel(self, task: Task, reason: str, who: str) -> None:
+    def cancel(self, task: Task, reason: str, canceller: str) -> None:
         """Cancel a waiting handler. Raises HandlerError."""
-        task.cancel(reason, who, self.context.record_time_ns or 0)
+        task.cancel(reason, canceller, self.context.record_time_ns or 0)
         if task.is_done:
             self._end(task)
 
-    def terminate(self, task: Task, reason: str, who: str) -> None:
+    def terminate(self, task: Task, reason: str, canceller: str) -> None:
         """End a handler without running its code. Raises HandlerError."""
         text = f"terminated: {reason}" if reason else "terminated"
-        task.entries.append(task.cancellation_entry(text, who, self.context.record_time_ns or 0))
+        task.entries.append(task.cancellation_entry(text, canceller, self.context.record_time_ns or 0))
         self._discard(task)
         self._endings.note(task.number, "terminated", reason, task)
-        self._endings.tell_cancelled(task.handler, task.caller, task.call_number, text)
+        self._endings.answer_cancelled(task.handler, task.caller, task.call_number, text)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
-    def told_time(self, now: ToldTime) -> None:
+    def apply_time(self, now: LoggedTime) -> None:
         """Handle a time in the log: timers and schedules up to then are due. Raises HandlerError."""
         if now.jumped_ns:
-            self.clock.jumped(now.time_ns, now.jumped_ns)
-        self.time_impulses.came_back(now.time_ns)
+            self.clock.shift(now.time_ns, now.jumped_ns)
+        self.time_impulses.note_logged(now.time_ns)
         self.context.multicasts.tick()
-        for handler in self.clock.take_schedules(now.time_ns, now.decided):
+        for handler in self.clock.pop_due_schedules(now.time_ns, now.decided):
             self.fork("", handler)()
-        for due in self.clock.take_timers(now.time_ns):
+        for due in self.clock.pop_due_timers(now.time_ns):
             if isinstance(due, Timer):
-                self.later(partial(self.resolve, due, False, NOTHING))
+                self.defer(partial(self.resolve, due, False, NOTHING))
             else:
-                self.later(partial(self._expire, due))
+                self.defer(partial(self._expire, due))
         self.drain()
 
 
@@ -455,7 +453,7 @@ def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
     )
     values: Values = {"count": len(found)}
     values["handlers"] = [
-        _queued(tasks, one) if isinstance(one, SavedTask) else _described(tasks, one)
+        _describe_queued(tasks, one) if isinstance(one, SavedTask) else _describe_task(tasks, one)
         for one in found[:HANDLERS_COUNT_MAX]
     ]
     if multicasts := tasks.context.multicasts.describe() + (hooks or []):
@@ -472,29 +470,32 @@ def describe_one(tasks: Tasks, number: int) -> Values:
     task = tasks.waiting(number)
     if task is None:
         queued = tasks.limits.queued.get(number)
-        return {"handler": None if queued is None else _queued(tasks, queued) | {"steps": [], "steps_count": 0}}
+        return {
+            "handler": None if queued is None else _describe_queued(tasks, queued) | {"steps": [], "steps_count": 0}
+        }
     steps = [describe_step(entry) for entry in task.entries[-STEPS_MAX:]]
-    return {"handler": _described(tasks, task) | {"steps": steps, "steps_count": len(task.entries)}}
+    return {"handler": _describe_task(tasks, task) | {"steps": steps, "steps_count": len(task.entries)}}
 
 
-def _queued(tasks: Tasks, call: SavedTask) -> Values:
+def _describe_queued(tasks: Tasks, call: SavedTask) -> Values:
     handler = tasks.definition.by_method_id[call.method_id]
     waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
-    arguments = describe_arguments(tasks.codec(handler).decode(call.arguments), handler.signature.parameters)
+    arguments = tasks.codec(handler).decode(call.arguments)
+    shown = describe_arguments(arguments, handler.signature.parameters, handler.name)
     place = call.sequence_id, call.message_index
-    told = _call(call, handler.function.__qualname__, arguments, place)
-    return told | {"waits": [waits], "at": [], "cancelled": []}
+    described = _describe_call(call, handler.function.__qualname__, shown, place)
+    return described | {"waits": [waits], "at": [], "cancelled": []}
 
 
-def _described(tasks: Tasks, task: Task) -> Values:
-    return _call(task, task.name, task.described_arguments(), task.began_at) | {
-        "waits": [_wait(tasks, task, operation) for operation in task.pending.values()],
+def _describe_task(tasks: Tasks, task: Task) -> Values:
+    return _describe_call(task, task.name, task.arguments_text(), task.started_by) | {
+        "waits": [_describe_wait(tasks, task, operation) for operation in task.pending.values()],
         "at": [[describe_place(frame) for frame in frames] for frames in task.frames()],
-        "cancelled": [_cancellation(entry) for entry in task.cancelled],
+        "cancelled": [_describe_cancellation(entry) for entry in task.cancelled],
     }
 
 
-def _call(one: Task | SavedTask, name: str, arguments: str, place: tuple[int, int]) -> Values:
+def _describe_call(one: Task | SavedTask, name: str, arguments: str, place: tuple[int, int]) -> Values:
     """Describe the call of a handler. ``place``: of the message that began it."""
     return {
         "id": one.number,
@@ -509,10 +510,10 @@ def _call(one: Task | SavedTask, name: str, arguments: str, place: tuple[int, in
     }
 
 
-def _wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
+def _describe_wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
     values: Values = {
         "step": operation.step,
-        "for": described(operation),
+        "for": describe_operation(operation),
         "since_ns": operation.since_ns,
         "number": operation.number,
     }
@@ -530,7 +531,7 @@ def _wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
     return values | {"kind": "other"}
 
 
-def _cancellation(entry: Entry) -> Values:
+def _describe_cancellation(entry: Entry) -> Values:
     reason, who = Task.cancellation(entry)
     return {"time_ns": entry.time_ns, "reason": reason, "who": who}
 
@@ -538,13 +539,13 @@ def _cancellation(entry: Entry) -> Values:
 def describe_step(entry: Entry) -> Values:
     """Describe a result that an async handler has had."""
     if entry.step == CANCEL_STEP:
-        return {"step": 0, "what": "cancelled", **_cancellation(entry), "raised": True}
+        return {"step": 0, "what": "cancelled", **_describe_cancellation(entry), "raised": True}
     try:
         shown = decoding.decode_shown(entry.value, ext_hook=read_extension)
-        value = encodable(_raised(shown) if entry.raised else describe_arguments((shown,))[1:-1])
+        value = encodable(_raised(shown) if entry.raised else describe_result(shown, redaction.called(entry.what)))
     except decoding.DecodeError:
         value = f"{len(entry.value)} bytes"
-    what = described(entry) if entry.what == TIMER else entry.what
+    what = describe_operation(entry) if entry.what == TIMER else entry.what
     return {"step": entry.step, "what": what, "time_ns": entry.time_ns, "raised": entry.raised, "value": value}
 
 

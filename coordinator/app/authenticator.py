@@ -61,15 +61,15 @@ class _PendingConnection(Struct):
 class AppAuthenticator:
     """Authenticator of an instance's app: admits the connection that proves to know ``secret``.
 
-    ``epoll``: watches the pending connections. ``takes_secret``: also admit an app that sends the secret in its Hello.
+    ``epoll``: watches the pending connections. ``allow_secret``: also admit an app that sends the secret in its Hello.
     """
 
     def __init__(
-        self, instance: str, secret: bytes, log: Notices, epoll: select.epoll, *, takes_secret: bool = False
+        self, instance: str, secret: bytes, log: Notices, epoll: select.epoll, *, allow_secret: bool = False
     ) -> None:
         self._instance = instance
         self._secret = secret
-        self._takes_secret = takes_secret
+        self._allow_secret = allow_secret
         self._log = log
         self._epoll = epoll
         self._pending: dict[int, _PendingConnection] = {}  # by descriptor
@@ -172,25 +172,22 @@ class AppAuthenticator:
     def _accepts_secret(self, pending: _PendingConnection, hello: Hello) -> bool:
         """Return True if the secret in the Hello admits the app; otherwise refuse the connection."""
         right = hmac.compare_digest(hello.secret, self._secret)
-        if right and self._takes_secret:
+        if right and self._allow_secret:
             return True
         own = repr(self._instance)
         if not hello.secret:
-            came, reason = "it proved nothing", f"the app of {own} must prove that it knows its secret, and did not; "
-            reason += self._secret_file_hint
-        elif self._takes_secret:
-            came, reason = (
-                "it showed another secret",
-                f"the secret of {own} is not the one that came: {_NEW_EACH_START}; ",
-            )
-            reason += self._secret_file_hint
+            problem = "it proved nothing"
+            reason = f"the app of {own} must prove that it knows its secret, and did not; {self._secret_file_hint}"
+        elif self._allow_secret:
+            problem = "it showed another secret"
+            reason = f"the secret of {own} is not the one that came: {_NEW_EACH_START}; {self._secret_file_hint}"
         else:
-            came = "it sent a secret itself, instead of a proof that it knows it"
+            problem = "it sent a secret itself, instead of a proof that it knows it"
             reason = (
                 f"the app of {own} must prove that it knows the secret, and must not send it: use an SDK that answers "
                 f'a challenge (docs/WIRE.md, part 5), or say app_auth = "secret" in the settings of {own}'
             )
-        self._refuse(pending, came, reason, explain=MessageType.REFUSAL in hello.extensions)
+        self._refuse(pending, problem, reason, explain=MessageType.REFUSAL in hello.extensions)
         return False
 
     @property
@@ -200,9 +197,9 @@ class AppAuthenticator:
             f"{self._instance}/{FILE_NAME} in the registry's folder"
         )
 
-    def _refuse(self, pending: _PendingConnection, came: str, reason: str, *, explain: bool = True) -> None:
+    def _refuse(self, pending: _PendingConnection, problem: str, reason: str, *, explain: bool = True) -> None:
         """Refuse a pending connection. ``explain``: True if the app understands a Refusal."""
-        self._warn(came)
+        self._warn(problem)
         pending.refused = True
         pending.deadline_ns = _deadline_ns(REFUSAL_TIMEOUT_S)
         if explain:

@@ -116,9 +116,9 @@ class AppEndpoint:
         if settings.app_auth is not AppAuth.NONE:
             # Before anybody can connect: an app that has connected must find this secret.
             self._secret = secret = app_secret.create(settings.folder)
-            takes_secret = settings.app_auth is AppAuth.SECRET
+            allow_secret = settings.app_auth is AppAuth.SECRET
             self._authenticator = AppAuthenticator(
-                settings.name, secret, self._log, self._accept_epoll, takes_secret=takes_secret
+                settings.name, secret, self._log, self._accept_epoll, allow_secret=allow_secret
             )
         self._listeners[0].listen()
 

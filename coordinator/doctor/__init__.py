@@ -57,7 +57,7 @@ def _log_folder(settings: InstanceSettings) -> Path:
 def _distinct_disks(folders: list[Path]) -> Iterator[Path]:
     seen: set[int] = set()
     for folder in folders:
-        device = os.stat(machine.existing(folder)).st_dev
+        device = os.stat(machine.nearest_existing(folder)).st_dev
         if device not in seen:
             seen.add(device)
             yield folder

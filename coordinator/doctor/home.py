@@ -27,7 +27,7 @@ from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import SOCKET_FILE_NAME as CONTROL_SOCKET_FILE_NAME
 from immortal.protocol import distribution
 from immortal.protocol.command_line import counted
-from immortal.protocol.files import COORDINATOR_FILE_NAME, ProcessFile, openness, read_living
+from immortal.protocol.files import COORDINATOR_FILE_NAME, ProcessFile, describe_open_access, read_living
 
 AREA = Area.HOME
 LOG_FOLDER_NAME = "log"
@@ -44,7 +44,7 @@ def findings(registry: Registry) -> Iterator[Finding]:
         how = "'immortal init NAME' makes a project, 'immortal register NAME --peer tcp://127.0.0.1:*' an instance; "
         yield note(AREA, there, "nothing is registered", f"{how}--home or IMMORTAL_HOME names another folder")
         return
-    yield from _folder(home)
+    yield from _check_folder(home)
     try:
         names = registry.names()
     except RegistryError:
@@ -52,8 +52,8 @@ def findings(registry: Registry) -> Iterator[Finding]:
     yield ok(AREA, f"{counted(len(names), 'instance')} in {home}")
     for name in names:
         yield from findings_of(registry, name)
-    yield from _logs_without_names(home, names)
-    yield from _short_sockets()
+    yield from _check_unregistered_logs(home, names)
+    yield from _check_short_sockets()
 
 
 def findings_of(registry: Registry, name: str) -> Iterator[Finding]:
@@ -63,12 +63,12 @@ def findings_of(registry: Registry, name: str) -> Iterator[Finding]:
     except (ConfigError, RegistryError) as error:
         yield problem(AREA, str(error), f"{name!r} can't be started, and its peers don't find it", "mend the file")
         return
-    yield from _folder(settings.folder)
-    yield from _secrets(settings)
-    yield from _log(settings)
-    yield from _extras(settings)
-    yield from _sockets(settings)
-    yield from _running(settings)
+    yield from _check_folder(settings.folder)
+    yield from _check_secrets(settings)
+    yield from _check_log(settings)
+    yield from _check_extras(settings)
+    yield from _check_sockets(settings)
+    yield from _check_running(settings)
 
 
 def _command(settings: InstanceSettings, verb: str, *options: str) -> str:
@@ -78,7 +78,7 @@ def _command(settings: InstanceSettings, verb: str, *options: str) -> str:
     return shlex.join(["immortal", *([] if is_usual else ["--home", str(home)]), verb, settings.name, *options])
 
 
-def _folder(folder: Path) -> Iterator[Finding]:
+def _check_folder(folder: Path) -> Iterator[Finding]:
     try:
         status = folder.stat()
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def _folder(folder: Path) -> Iterator[Finding]:
             AREA, f"{folder} can't be looked at: {error.strerror}", "nothing in it can be used", "see its modes"
         )
         return
-    if openness(folder) is not None:
+    if describe_open_access(folder) is not None:
         mode = f"{folder} has mode {stat.S_IMODE(status.st_mode):04o}: others can write in it"
         why = "they could put their own keys, addresses and settings there: it is refused"
         yield problem(AREA, mode, why, f"look at what is in it, then: chmod go-w {shlex.quote(str(folder))}")
@@ -105,7 +105,7 @@ def _folder(folder: Path) -> Iterator[Finding]:
         )
 
 
-def _secrets(settings: InstanceSettings) -> Iterator[Finding]:
+def _check_secrets(settings: InstanceSettings) -> Iterator[Finding]:
     for file in _SECRETS:
         path = settings.folder / file
         with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ def _secrets(settings: InstanceSettings) -> Iterator[Finding]:
                 )
 
 
-def _log(settings: InstanceSettings) -> Iterator[Finding]:
+def _check_log(settings: InstanceSettings) -> Iterator[Finding]:
     """Check that a log in a folder exists. Other logs are not checked here, since that can take long."""
     if not is_in_folder(settings.log):
         return
@@ -145,7 +145,7 @@ def _log(settings: InstanceSettings) -> Iterator[Finding]:
         )
 
 
-def _logs_without_names(home: Path, names: list[str]) -> Iterator[Finding]:
+def _check_unregistered_logs(home: Path, names: list[str]) -> Iterator[Finding]:
     """Find logs of instances that are not registered: unregistered ones, or with a settings file removed by hand."""
     found = []
     with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ def _logs_without_names(home: Path, names: list[str]) -> Iterator[Finding]:
         )
 
 
-def _extras(settings: InstanceSettings) -> Iterator[Finding]:
+def _check_extras(settings: InstanceSettings) -> Iterator[Finding]:
     needed = {
         "encryption": settings.encryption_key is not None,
         "postgres": split_url(settings.log)[0] == "postgresql",
@@ -176,7 +176,7 @@ def _extras(settings: InstanceSettings) -> Iterator[Finding]:
             yield problem(AREA, what, "its start fails", distribution.add_extra(extra))
 
 
-def _sockets(settings: InstanceSettings) -> Iterator[Finding]:
+def _check_sockets(settings: InstanceSettings) -> Iterator[Finding]:
     """Find sockets without a process: their process was killed, and the next start replaces them."""
     if read_living(settings.folder / COORDINATOR_FILE_NAME, ProcessFile) is not None:
         return
@@ -194,7 +194,7 @@ def _sockets(settings: InstanceSettings) -> Iterator[Finding]:
         )
 
 
-def _running(settings: InstanceSettings) -> Iterator[Finding]:
+def _check_running(settings: InstanceSettings) -> Iterator[Finding]:
     """Ask a running coordinator about its clock; no answer is a finding as well."""
     name = settings.name
     try:
@@ -247,7 +247,7 @@ def _bound_sockets() -> bytes:
         return b""
 
 
-def _short_sockets() -> Iterator[Finding]:
+def _check_short_sockets() -> Iterator[Finding]:
     """Check the folder that all homes of this user share: it has the sockets whose own folder has too long a path."""
     folder = SHORT_FOLDERS / f"immortal-{os.geteuid()}"
     try:

@@ -39,7 +39,7 @@ _BOUND = re.compile(r"(>=|<)\s*([0-9.]+)")
 
 
 def findings() -> Iterator[Finding]:
-    yield from _python()
+    yield from _check_python()
     try:
         version, required = metadata.version(distribution.NAME), metadata.requires(distribution.NAME) or []
     except metadata.PackageNotFoundError:
@@ -51,13 +51,13 @@ def findings() -> Iterator[Finding]:
         )
     else:
         yield ok(AREA, f"{distribution.NAME} {version} in {_root()}")
-        yield from _packages(required)
-        yield _extras(required)
-    yield from _native()
-    yield from _compiled()
+        yield from _check_packages(required)
+        yield _check_extras(required)
+    yield from _check_native()
+    yield from _check_compiled()
 
 
-def _python() -> Iterator[Finding]:
+def _check_python() -> Iterator[Finding]:
     found = f"Python {platform.python_version()} ({platform.python_implementation()}) at {sys.executable}"
     if sys.version_info < PYTHON_MIN:
         least = ".".join(map(str, PYTHON_MIN))
@@ -68,7 +68,7 @@ def _python() -> Iterator[Finding]:
         yield ok(AREA, found)
 
 
-def _packages(required: Sequence[str]) -> Iterator[Finding]:
+def _check_packages(required: Sequence[str]) -> Iterator[Finding]:
     versions = []
     for name, bounds, marker in map(_parts, required):
         if "extra" in marker:
@@ -86,7 +86,7 @@ def _packages(required: Sequence[str]) -> Iterator[Finding]:
     yield ok(AREA, ", ".join(sorted(versions)))
 
 
-def _extras(required: Sequence[str]) -> Finding:
+def _check_extras(required: Sequence[str]) -> Finding:
     there = {extra: is_installed(extra, required) for extra in EXTRAS}
     installed = ", ".join(extra for extra in EXTRAS if there[extra]) or "none"
     missing = ", ".join(extra for extra in EXTRAS if not there[extra]) or "none"
@@ -138,7 +138,7 @@ def _install(name: str, bounds: str) -> str:
     return distribution.pip("install", f"{name}{bounds}")
 
 
-def _native() -> Iterator[Finding]:
+def _check_native() -> Iterator[Finding]:
     """Check the native libraries that packages bring."""
     try:
         import zmq
@@ -181,7 +181,7 @@ def _broken(name: str, error: ImportError) -> Finding:
     )
 
 
-def _compiled() -> Iterator[Finding]:
+def _check_compiled() -> Iterator[Finding]:
     description = compiled.describe()
     if all(one.describe() == f"compiled {one.name}" for one in compiled.SETS):
         yield ok(AREA, description)

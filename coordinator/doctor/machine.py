@@ -49,8 +49,8 @@ class _Timex(ctypes.Structure):
 
 def clock_findings(files: Iterable[Path]) -> Iterator[Finding]:
     """Check that the clock is synchronised, is fast to read, and has not gone back. ``files``: those of the home."""
-    yield _synchronised()
-    yield from _clock_steps_back(files)
+    yield _check_synchronised()
+    yield from _check_clock_steps(files)
     source = _text(_SOURCE).strip()
     if source in _SLOW_SOURCES:
         yield note(
@@ -61,7 +61,7 @@ def clock_findings(files: Iterable[Path]) -> Iterator[Finding]:
         )
 
 
-def _synchronised() -> Finding:
+def _check_synchronised() -> Finding:
     timex = _Timex(modes=0)  # 0: it is read only
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
@@ -81,7 +81,7 @@ def _synchronised() -> Finding:
     return ok(CLOCK, f"the clock is synchronised, right to {timex.max_error_us / 1000:.1f} ms at worst")
 
 
-def _clock_steps_back(files: Iterable[Path]) -> Iterator[Finding]:
+def _check_clock_steps(files: Iterable[Path]) -> Iterator[Finding]:
     newest_s, newest = 0.0, None
     for path in files:
         try:
@@ -103,7 +103,7 @@ def _clock_steps_back(files: Iterable[Path]) -> Iterator[Finding]:
 
 def limit_findings(instances_count: int) -> Iterator[Finding]:
     """Compare limits and memory with what the instances of the home need."""
-    yield from _descriptors(instances_count)
+    yield from _check_descriptors(instances_count)
     for limit, name, why in (
         (resource.RLIMIT_FSIZE, "the size of a file (ulimit -f)", "a log that grows to it ends its coordinator"),
         (resource.RLIMIT_AS, "address space (ulimit -v)", "a log is mapped whole: one that grows to it stops"),
@@ -112,10 +112,10 @@ def limit_findings(instances_count: int) -> Iterator[Finding]:
         if soft != resource.RLIM_INFINITY:
             remedy = "take the limit away where the instances are started ('unlimited'; systemd: LimitFSIZE=, LimitAS=)"
             yield problem(LIMITS, f"{name} is limited to {size_text(soft)}", why, remedy)
-    yield from _memory(instances_count)
+    yield from _check_memory(instances_count)
 
 
-def _descriptors(instances_count: int) -> Iterator[Finding]:
+def _check_descriptors(instances_count: int) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = DESCRIPTORS_BASE + DESCRIPTORS_PER_PEER * max(0, instances_count - 1)
     shown = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
@@ -133,7 +133,7 @@ def _descriptors(instances_count: int) -> Iterator[Finding]:
         yield ok(LIMITS, what)
 
 
-def _memory(instances_count: int) -> Iterator[Finding]:
+def _check_memory(instances_count: int) -> Iterator[Finding]:
     available = _available_size_bytes()
     if available is None:
         yield note(MEMORY, "how much memory is free can't be told", "instances end where there is none", "mount /proc")
@@ -232,14 +232,14 @@ class SyncTimes(NamedTuple):
 
 def findings(folder: Path) -> Iterator[Finding]:
     """Check the disk of ``folder``, where a log is or will be."""
-    place = existing(folder)
+    place = nearest_existing(folder)
     mount = mount_of(place)
-    yield _kind(place, mount)
+    yield _check_filesystem(place, mount)
     for option in _NO_BARRIERS:
         if mount is not None and option in mount.options:
             why = "a sync does not wait for the disk: a loss of power takes what was acknowledged"
             yield problem(AREA, f"{mount.point} is mounted with {option!r}", why, f"mount it without {option!r}")
-    yield _room(place)
+    yield _check_free_space(place)
     if not os.access(place, os.W_OK | os.X_OK):
         return  # the home's own findings say so
     try:
@@ -251,9 +251,9 @@ def findings(folder: Path) -> Iterator[Finding]:
     yield judge_sync_times(place, times, mount)
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """Return ``folder``, or the first folder above it that exists."""
-    return next((one for one in (folder, *folder.parents) if one.is_dir()), Path("/"))
+    return next((one for one in (folder, *folder.parents) if os.path.isdir(one)), Path("/"))
 
 
 def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount | None:
@@ -272,7 +272,7 @@ def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mo
     return found
 
 
-def _kind(place: Path, mount: Mount | None) -> Finding:
+def _check_filesystem(place: Path, mount: Mount | None) -> Finding:
     if mount is None:
         what = f"{place}: which filesystem it is on can't be told"
         return note(AREA, what, "one in memory, say, would lose all logs", "mount /proc")
@@ -295,7 +295,7 @@ def _kind(place: Path, mount: Mount | None) -> Finding:
     return ok(AREA, what)
 
 
-def _room(place: Path) -> Finding:
+def _check_free_space(place: Path) -> Finding:
     free = shutil.disk_usage(place).free
     nodes = os.statvfs(place)
     what = f"{size_text(free)} are free at {place}"

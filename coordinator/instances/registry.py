@@ -54,9 +54,9 @@ from immortal.protocol.files import (
     PUBLIC_FILE_MODE,
     acquire_lock,
     describe_lock_holder,
+    describe_open_access,
     make_folder,
     open_lock,
-    openness,
 )
 from immortal.protocol.safe_output import did_you_mean
 
@@ -136,7 +136,7 @@ class Registry:
             settings = read_settings(path, name)
         except (FileNotFoundError, NotADirectoryError):
             self._cache.pop(name, None)
-            raise self._unknown(name) from None
+            raise self._unknown_error(name) from None
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         self._cache[name] = (version, settings)
@@ -168,7 +168,7 @@ class Registry:
                     f"the instance {name!r} is registered already, in {path}: 'immortal status {name}' shows it,"
                     f" 'immortal unregister {name}' removes it"
                 )
-            values = self._with_ports({"peer": peer, **file_values(given)})
+            values = self._assign_ports({"peer": peer, **file_values(given)})
             if "log" in values and is_in_folder(values["log"]):
                 values["log"] = os.path.abspath(split_url(values["log"])[1])
             elif "log" in values:
@@ -221,12 +221,12 @@ class Registry:
     @contextlib.contextmanager
     def synchronized(self) -> Iterator[None]:
         """Keep the copy of a shared registry up to date while the context is open."""
-        with contextlib.nullcontext() if self.copy is None else self.copy.kept():
+        with contextlib.nullcontext() if self.copy is None else self.copy.synced():
             yield
 
-    def _with_ports(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _assign_ports(self, values: dict[str, Any]) -> dict[str, Any]:
         """Replace each request for a free port in ``values`` by a port; return ``values``."""
-        used_ports = self._ports_taken()
+        used_ports = self._find_used_ports()
         address = split_tcp(values["peer"])
         if address is not None and address[1] == 0:
             port = free_port((address[0],), used_ports)
@@ -273,11 +273,11 @@ class Registry:
 
     def refuse_open_folder(self, name: str) -> None:
         """Raise RegistryError if others can write to the folder of ``name``."""
-        problem = openness(self.home / name)
+        problem = describe_open_access(self.home / name)
         if problem is not None:
             raise RegistryError(problem)
 
-    def _unknown(self, name: str) -> UnknownInstanceError:
+    def _unknown_error(self, name: str) -> UnknownInstanceError:
         names = self.names()
         if not names:
             return UnknownInstanceError(
@@ -293,7 +293,7 @@ class Registry:
         """Raise RegistryError if others can write to the home. Checked once, so that a running process continues."""
         if self._are_modes_checked:
             return
-        problem = openness(self.home)
+        problem = describe_open_access(self.home)
         if problem is not None:
             raise RegistryError(f"the registry folder {problem}")
         self._are_modes_checked = True
@@ -331,7 +331,7 @@ class Registry:
                     self._values[name] = version, tomllib.loads(self.path(name).read_text("utf-8"))
                 yield name, self._values[name][1]
 
-    def _ports_taken(self) -> set[int]:
+    def _find_used_ports(self) -> set[int]:
         ports: set[int] = set()
         for _, values in self._written():
             given = [values.get(key) for key in ("app_port", "app_send_port")]
@@ -342,12 +342,12 @@ class Registry:
         return ports
 
     def _refuse_shared_log(self, name: str, log: str) -> None:
-        real, home = _real(log), os.path.realpath(self.home)
+        real, home = _real_path(log), os.path.realpath(self.home)
         for other, values in self._written():
             written = values.get("log")
             others = f"{home}/{other}/log"
             if isinstance(written, str):
-                others = _real(log_of(other, self.path(other), written))
+                others = _real_path(log_of(other, self.path(other), written))
             if other != name and others == real:
                 raise RegistryError(f"{log} is the log folder of {other!r}: each instance needs its own")
 
@@ -357,7 +357,7 @@ def _version(path: str | Path) -> tuple[int, int, int]:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _real(log: str) -> str:
+def _real_path(log: str) -> str:
     return os.path.realpath(log) if is_in_folder(log) else log
 
 
@@ -393,7 +393,7 @@ def _share(path: Path, text: str | None) -> bool:
     if copy is None:
         return False
     part = shared_registry.SETTINGS if is_settings else shared_registry.PARTS[path.name]
-    copy.put(path.stem if is_settings else path.parent.name, part, text)
+    copy.write_file(path.stem if is_settings else path.parent.name, part, text)
     return True
 
 
@@ -427,7 +427,7 @@ def free_port(hosts: Sequence[str], used_ports: Set[int]) -> int:
     crash, even by a peer's own attempt to reach it.
     """
     asked = os.environ.get(PORTS_VARIABLE)
-    for port in _any_ports() if asked is None else _shuffled(_ports_asked(asked)):
+    for port in _any_ports() if asked is None else _shuffled(_parse_port_range(asked)):
         found = _bind(hosts[0], port)
         if found is None or found in used_ports:
             continue
@@ -437,7 +437,7 @@ def free_port(hosts: Sequence[str], used_ports: Set[int]) -> int:
     raise RegistryError(f"no free port was found at {' and '.join(hosts)}{where}")
 
 
-def _ports_asked(text: str) -> range:
+def _parse_port_range(text: str) -> range:
     """Parse IMMORTAL_PORTS. Raises RegistryError."""
     found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text)
     lowest, highest = (0, 0) if found is None else (int(found[1]), int(found[2]))

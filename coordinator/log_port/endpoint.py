@@ -46,7 +46,7 @@ class LogEndpoint:
     """Log port of one instance, which writes its log or follows it.
 
     ``store`` is open for writing; None: ``follower`` follows a log that another process writes. ``make_writer``:
-    creates the writer of a store. ``was_granted``: called with a store that the follower has opened, before the core
+    creates the writer of a store. ``on_granted``: called with a store that the follower has opened, before the core
     learns of it. ``keep_ns``: how long history is kept, in running time of the instance; None: without a limit.
     """
 
@@ -59,12 +59,12 @@ class LogEndpoint:
         keep_ns: int | None,
         inbox: list[ev.Event],
         follower: LogFollower | None = None,
-        was_granted: Callable[[RowLogStore], None] = lambda store: None,
+        on_granted: Callable[[RowLogStore], None] = lambda store: None,
     ) -> None:
         self.store = store  # None while another process writes the log
         self._make_writer, self._clock, self._log, self._inbox = make_writer, clock, log, inbox
         self._keep_ns = keep_ns
-        self._follower, self._was_granted = follower, was_granted
+        self._follower, self._on_granted = follower, on_granted
         self._writer: LogWriter | None = None
         self._reads = ReadThread()
         self._ready = select.epoll()
@@ -87,7 +87,7 @@ class LogEndpoint:
 
     def _grant(self, store: RowLogStore) -> ev.WriteLeaseGranted:
         self.store = store
-        self._was_granted(store)
+        self._on_granted(store)
         self._writer = self._make_writer(store)
         self._ready.register(self._writer.fileno(), select.EPOLLIN)
         return ev.WriteLeaseGranted(ONLY_TERM, store.appends_max)
@@ -140,7 +140,7 @@ class LogEndpoint:
         elif store.backend.is_remote or (
             isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large
         ):
-            self._reads.submit(lambda: _answered(store, request))
+            self._reads.submit(lambda: _answer_read(store, request))
         else:
             self._append_event(answer(store, request))
 
@@ -263,12 +263,12 @@ class LogEndpoint:
         inbox = self._inbox
         if self._writer is not None:
             inbox += self._writer.pop_finished()
-        for event in self._reads.take():
+        for event in self._reads.pop_all():
             if isinstance(event, ev.LogMeasured) or (isinstance(event, ev.LogFailed) and event.request is None):
                 self._measuring = False
             self._append_event(event)
         if self._follower is not None and self._writer is None:
-            inbox += self._follower.take()
+            inbox += self._follower.pop_all()
             if (store := self._follower.release_store()) is not None:
                 self._ready.unregister(self._follower.fileno())
                 inbox.append(self._grant(store))
@@ -319,17 +319,17 @@ class LogEndpoint:
         store = self.store
         if store is not None and not self._measuring:
             self._measuring = True
-            self._reads.submit(lambda: _measured(store))
+            self._reads.submit(lambda: _measure_space(store))
 
 
-def _answered(store: RowLogStore, request: StoreRead) -> ev.Event:
+def _answer_read(store: RowLogStore, request: StoreRead) -> ev.Event:
     try:
         return answer(store, request)
     except Exception as error:  # as in _check
         return failed(LogError(f"the log could not be read: {error!r}"), request)
 
 
-def _measured(store: RowLogStore) -> ev.Event:
+def _measure_space(store: RowLogStore) -> ev.Event:
     try:
         return ev.LogMeasured(store.space())
     except LogError as error:

@@ -14,7 +14,7 @@ from typing import Protocol, TextIO
 from msgspec.structs import replace
 
 from immortal.coordinator.core.notices import CheckpointTaken, Level, Notice, Recovered
-from immortal.protocol.safe_output import RateLimit, one_word, printable, printable_json
+from immortal.protocol.safe_output import RateLimit, logfmt_value, printable, printable_json
 
 
 class Sink(Protocol):
@@ -150,7 +150,7 @@ class TextLineSink(LineSink):
         now_s = time.time()
         clock = f"{time.strftime('%H:%M:%S', time.localtime(now_s))}.{int(now_s % 1 * 1000):03d}"
         line = printable(f"{clock} {notice.level:<7} {self.instance}  {notice.text}")
-        values = " ".join(f"{key}={one_word(value)}" for key, value in notice.values().items() if value is not None)
+        values = " ".join(f"{key}={logfmt_value(value)}" for key, value in notice.values().items() if value is not None)
         return f"{line}  {values}" if values else line
 
 

@@ -43,7 +43,7 @@ def holder(home: Path) -> RunLockHolder | None:
 
 def publish(home: Path, what: str, states: Mapping[str, str], looks: int = 0) -> None:
     """Publish the states of the services that this process runs. Raises OSError."""
-    holder_data = RunLockHolder(what=what, states=states, looks=looks, **files.own_fields())
+    holder_data = RunLockHolder(what=what, states=states, looks=looks, **files.current_process_fields())
     write_atomically(home / FILE_NAME, msgspec.json.encode(holder_data))
 
 

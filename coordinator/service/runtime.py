@@ -111,7 +111,7 @@ class Coordinator:
         self._registry = registry
         self._line_sink = RateLimitedSink(lines)
         self._metrics = None if settings.metrics is None else Metrics(settings)
-        sinks: list[Sink] = [self._line_sink, ReadinessSink(self._is_ready)]
+        sinks: list[Sink] = [self._line_sink, ReadinessSink(self._on_ready)]
         if self._metrics is not None:
             sinks.insert(0, self._metrics.sink)  # a notice is counted before its line is written
         self._log = log = Notices(settings.name, *sinks)
@@ -275,7 +275,7 @@ class Coordinator:
             keep_bytes=None if self._settings.log_mib is None else self._settings.log_mib * MIB,
             inline_size_bytes_max=self._settings.tuning.commit_inline_kib_max << 10,
             times=times,
-            was_committed=None if self._timings is None else self._timings.on_durable,
+            on_committed=None if self._timings is None else self._timings.on_durable,
         )
 
     def _log_granted(self, store: RowLogStore) -> None:
@@ -331,7 +331,7 @@ class Coordinator:
             self._stop_deadline_ns,
             self._clock.wake_due_ns,
             self._clock_due_ns,
-            self._log_endpoint.measure_at_ns if self._machine.state.log_capacity.full else None,
+            self._log_endpoint.measure_at_ns if self._machine.state.log_capacity.full_reason else None,
         )
         return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
 
@@ -346,7 +346,7 @@ class Coordinator:
     def report(self, effect: ef.Report) -> None:
         self._log.emit(effect.notice)
 
-    def _is_ready(self) -> None:
+    def _on_ready(self) -> None:
         if not self._was_ready:
             trim_heap()
         self._was_ready = True
@@ -452,7 +452,7 @@ def complete_upgrade(settings: InstanceSettings, registry: Registry, version: in
     upgrade_mark.clear(settings.folder)
 
 
-def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: RowLogStore) -> int | None:
+def requested_upgrade(settings: InstanceSettings, registry: Registry, store: RowLogStore) -> int | None:
     """Return the version to which the next recovery must upgrade; None for none. Raises UpgradeMarkError."""
     versions = store.summary().versions
     if versions:
@@ -554,7 +554,7 @@ def run_coordinator(
                 ).run()
             store = instance_log.open_store()
             try:
-                upgrade_to = upgrade_asked_for(settings, registry, store)
+                upgrade_to = requested_upgrade(settings, registry, store)
                 return Coordinator(settings, registry, store, log, upgrade_to, promote=promote, make_app=make_app).run()
             finally:
                 store.close()

@@ -19,7 +19,7 @@ from immortal.protocol.client_frames import CLIENTS, ClientFrameType
 from immortal.protocol.errors import ProtocolError
 from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.record import HEADER_SIZE_BYTES, decode_header
-from immortal.protocol.timings import COORDINATOR, FOLDER_NAME, Noting, SegmentWriter, TimingKind, TimingRow
+from immortal.protocol.timings import COORDINATOR, FOLDER_NAME, BackgroundWriter, SegmentWriter, TimingKind, TimingRow
 from immortal.protocol.trailer import BatchKind, decode_trailer
 
 RECORDS_MAX = 10_000  # records not sent to the app yet; beyond it the oldest is written without that time
@@ -80,7 +80,7 @@ class TimingRecorder:
         self._clock_ns = clock_ns
         self._rows = RowBuilder()
         self._writer = SegmentWriter(folder / FOLDER_NAME, COORDINATOR, limit_bytes, report)
-        self._noting: Noting[Observation] = Noting(self._write)
+        self._noting: BackgroundWriter[Observation] = BackgroundWriter(self._write)
 
     def observe(self, effect: ef.Effect) -> None:
         """Note an effect, just before it is carried out."""

@@ -42,28 +42,28 @@ class Reader:
         command = [sys.executable, str(HERE / "reader.py"), NAME, *publishers]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
-        self.told()
+        self.read_answer()
 
-    def told(self) -> dict[str, Any]:
+    def read_answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit("a reader has ended")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
-    def ask(self, number: int) -> dict[str, Any]:
+    def query(self, number: int) -> dict[str, Any]:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
-        return self.told()
+        return self.read_answer()
 
 
 class Writers:
-    """Two writers. ``told``: confirmed changes by number."""
+    """Two writers. ``confirmed``: changes by number."""
 
     def __init__(self, home: Path, updates: int, seed: int) -> None:
-        self.told: dict[int, tuple[str, int | None]] = {}
+        self.confirmed: dict[int, tuple[str, int | None]] = {}
         self._threads = [
             threading.Thread(target=self._write, args=(home, updates // 2, random.Random(seed + index)))
             for index in range(2)
@@ -76,9 +76,9 @@ class Writers:
             for index in range(updates):
                 key = f"key/{draw.randrange(KEYS)}"
                 if draw.random() < 0.2:
-                    self.told[clone.delete(key)] = (key, None)
+                    self.confirmed[clone.delete(key)] = (key, None)
                 else:
-                    self.told[clone.put(key, index)] = (key, index)
+                    self.confirmed[clone.put(key, index)] = (key, index)
 
     def join(self) -> None:
         for thread in self._threads:
@@ -86,8 +86,8 @@ class Writers:
 
     def values(self) -> dict[str, int]:
         found: dict[str, int] = {}
-        for number in sorted(self.told):
-            key, value = self.told[number]
+        for number in sorted(self.confirmed):
+            key, value = self.confirmed[number]
             if value is None:
                 found.pop(key, None)
             else:
@@ -115,7 +115,7 @@ def storm(folder: Path, options: argparse.Namespace) -> int:
         writers = Writers(home, options.updates, options.seed)
         frozen = readers[-1]
         for kill in range(options.kills):
-            wait_for(lambda: len(writers.told), options.updates * (kill + 1) // (options.kills + 2), "updates")
+            wait_for(lambda: len(writers.confirmed), options.updates * (kill + 1) // (options.kills + 2), "updates")
             if kill == 0:
                 frozen.process.send_signal(signal.SIGSTOP)
                 thawing = threading.Timer(options.freeze, frozen.process.send_signal, [signal.SIGCONT])
@@ -125,8 +125,8 @@ def storm(folder: Path, options: argparse.Namespace) -> int:
         writers.join()
         if options.kills:
             thawing.join()
-        last = max(writers.told)
-        found = [reader.ask(last) for reader in readers]
+        last = max(writers.confirmed)
+        found = [reader.query(last) for reader in readers]
         with connect_client(Table, NAME, home=home) as proxy:
             status = proxy.status()
     finally:
@@ -141,19 +141,19 @@ def storm(folder: Path, options: argparse.Namespace) -> int:
     resumed = sum(one["resumed"] for one in found)
     holes = sum(one["holes"] for one in found)
     print(
-        f"{len(writers.told)} updates, {status.number - len(writers.told)} of presence and so on; table and forwarder "
-        f"killed {options.kills} times each\n"
+        f"{len(writers.confirmed)} updates, {status.number - len(writers.confirmed)} of presence and so on; table and "
+        f"forwarder killed {options.kills} times each\n"
         f"{len(found)} copies, {wrong} wrong; {resumed} streams went on where they were, {holes} holes, {again} copies "
         f"of the table taken anew"
     )
     return int(wrong > 0 or again > 0)
 
 
-def wait_for(count: Callable[[], int], wanted: int, what: str) -> None:
+def wait_for(count: Callable[[], int], wanted: int, unit: str) -> None:
     deadline_s = time.monotonic() + 120
     while count() < wanted:
         if time.monotonic() > deadline_s:
-            raise SystemExit(f"{count()} of {wanted} {what} within 120 s")
+            raise SystemExit(f"{count()} of {wanted} {unit} within 120 s")
         time.sleep(POLL_S)
 
 

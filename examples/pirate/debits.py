@@ -39,7 +39,7 @@ class Vaults:
         self._listen = [threading.Event() for _ in range(SERVERS)]
         self._chances = [random.Random(seed + index) for index in range(SERVERS)]
         self.keepers = [
-            Keeper(partial(self._command, index), partial(self._heard, index), dies_with=-signal.SIGKILL)
+            Keeper(partial(self._command, index), partial(self._on_line, index), dies_with=-signal.SIGKILL)
             for index in range(SERVERS)
         ]
 
@@ -47,7 +47,7 @@ class Vaults:
         dies_at = str(self._chances[index].randint(1, LIVES_REPLIES_MAX))
         return [sys.executable, vault.__file__, str(self._store), self.endpoints[index], "--dies-at", dies_at]
 
-    def _heard(self, index: int, line: str) -> None:
+    def _on_line(self, index: int, line: str) -> None:
         if line != "dies":
             self.endpoints[index] = line
             self._listen[index].set()
@@ -56,7 +56,7 @@ class Vaults:
         """Wait until all servers listen; return False once one of them has ended, or after too long."""
         until_s = time.monotonic() + STOP_S
         while not all(one.is_set() for one in self._listen):
-            if time.monotonic() > until_s or not all(keeper.keeps for keeper in self.keepers):
+            if time.monotonic() > until_s or not all(keeper.is_running for keeper in self.keepers):
                 return False
             time.sleep(POLL_S)
         return True

@@ -74,7 +74,7 @@ def main() -> int:
         register(home, NAME)
         broker = Instance(NAME, "immortal.patterns.queue:Queue", home, Path(folder), os.environ)
         keepers: list[Keeper] = []
-        said: list[str] = []
+        lines: list[str] = []
         try:
             broker.until_ready()
             seeds = count(options.seed)
@@ -83,7 +83,7 @@ def main() -> int:
             for _ in range(options.workers):
                 keepers.append(
                     Keeper(
-                        lambda: [*hand, str(next(seeds))], said.append, environment=environment, pause_s=options.pause
+                        lambda: [*hand, str(next(seeds))], lines.append, environment=environment, pause_s=options.pause
                     )
                 )
             wrong, reason = asyncio.run(_run(home, broker, options.tasks, options.kills))
@@ -95,8 +95,8 @@ def main() -> int:
             broker.end()
     deaths = sum(keeper.deaths for keeper in keepers)
     print(f"{options.tasks} tasks, {options.workers} workers, the queue killed {options.kills} times")
-    print(f"{deaths} workers died, {said.count('stalls')} stalled, {late_replies} late replies were dropped")
-    print(f"the function was called to its end {said.count('did')} times")
+    print(f"{deaths} workers died, {lines.count('stalls')} stalled, {late_replies} late replies were dropped")
+    print(f"the function was called to its end {lines.count('did')} times")
     print(f"poison: {reason}")
     print(f"{options.tasks - wrong} results are right, {wrong} wrong")
     return 1 if wrong or not reason else 0

@@ -39,7 +39,7 @@ class Room(Immortal):
         self.lines.append(f"{immortal.now():%H:%M} {who}: {text}")
 
     @query
-    def behind(self, position: int) -> list[str]:
+    def lines_after(self, position: int) -> list[str]:
         return self.lines[position:]
 
 
@@ -52,7 +52,7 @@ async def say(request: Request) -> Response:
 
 
 async def lines(request: Request) -> Any:
-    return await progress(request, room(request).behind, is_last=lambda line: False)
+    return await progress(request, room(request).lines_after, is_last=lambda line: False)
 
 
 routes = [Route("/", lambda _: HTMLResponse(PAGE)), Route("/say", say, methods=["POST"]), Route("/lines", lines)]

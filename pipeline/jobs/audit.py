@@ -106,13 +106,13 @@ class LogReport:
     damages: list[tuple[int, int, str]] = field(default_factory=list)  # first record, last, what
     unread: list[tuple[int, int]] = field(default_factory=list)  # first record, last
 
-    def lacks(self, behind: int, before: int) -> bool:
+    def has_gap(self, after: int, before: int) -> bool:
         """Return True if damaged or unread records lie between two records."""
         gaps = [*((first, last) for first, last, _ in self.damages), *self.unread]
-        return any(first < before and last > behind for first, last in gaps)
+        return any(first < before and last > after for first, last in gaps)
 
-    def take(self, row: Row) -> None:
-        """Take the next row, in the order of the log's records; no items: records are missing up to the next row."""
+    def add(self, row: Row) -> None:
+        """Add the next row, in the order of the log's records; no items: records are missing up to the next row."""
         expected = self.last + 1
         if self.records == self.damaged == len(self.unread) == 0:
             self.first = row.sequence_id
@@ -138,10 +138,10 @@ class LogReport:
         self.last = row.sequence_id + row.items - 1
         self.last_time_ns = row.time_ns
 
-    def _damage(self, first: int, last: int, what: str) -> None:
+    def _damage(self, first: int, last: int, description: str) -> None:
         self.damaged += 1
         if len(self.damages) < DAMAGES_PER_LOG_MAX:
-            self.damages.append((first, last, what))
+            self.damages.append((first, last, description))
 
 
 # Judgement of the fleet, by the results of each stream and the tables of the logs.
@@ -204,7 +204,7 @@ class _Judge:
             if what == "log":
                 self._logs[receiver] = decoding.decode_json(body, type=LogReport)
             elif what == ORDERED:
-                self._ordering.take(sender, receiver, first, last, body)
+                self._ordering.add(sender, receiver, first, last, body)
             elif what == "finding":
                 self._findings[key].append(decoding.decode_json(body, type=Finding))
             elif what == "needs":
@@ -273,7 +273,7 @@ class _Judge:
         log = self._logs[report.receiver]
         if finding.behind_record < 0 and log.first > 0:
             return True
-        if log.lacks(finding.behind_record, finding.record):
+        if log.has_gap(finding.behind_record, finding.record):
             report.unknown += finding.last - finding.first + 1
             return True
         return False
@@ -290,7 +290,7 @@ class _Judge:
         known = max(by_receiver, by_sender)
         if known > figures.last:
             is_kept = figures.last_record >= 0 or log.first == 0
-            if log.lacks(figures.last_record, 1 << 63):
+            if log.has_gap(figures.last_record, 1 << 63):
                 report.unknown += known - figures.last
             elif is_kept:
                 who = f"{receiver!r} has acknowledged" if by_sender >= by_receiver else "its own table says it has"
@@ -480,13 +480,13 @@ def audit_rows(rows: Iterable[Row], tolerance_ns: int = 0) -> Iterator[Result]:
             log = LogReport(row.receiver) if row.what == LOG else None
             stream = None if row.what == LOG else StreamAudit(row.sender, row.receiver, tolerance_ns)
         if log is not None:
-            log.take(row)
+            log.add(row)
         elif stream is not None and row.what == MARK:
-            stream.mark(Mark(row.position, row.checksum % _SIGN, row.sequence_id, row.time_ns))
+            stream.add_mark(Mark(row.position, row.checksum % _SIGN, row.sequence_id, row.time_ns))
         elif stream is not None:
             yield from ordered_results(row)
             part = Part(row.position, row.items, row.impulses, row.sent_ns, row.payload or b"")
-            stream.batch(row.sequence_id, row.time_ns, part)
+            stream.add_batch(row.sequence_id, row.time_ns, part)
     yield from _results(key, stream, log)
 
 

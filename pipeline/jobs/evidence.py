@@ -31,8 +31,8 @@ from immortal.pipeline.decode import (
     decode_messages,
     decode_names,
     decode_trailers,
-    of_usual,
     ordinals,
+    usual_rows,
     verify_checks,
 )
 from immortal.pipeline.jobs.stream_audit import count_impulses
@@ -167,7 +167,7 @@ def evidence_of_values(
     if not streams:
         return
     keep = usual[batches.record]
-    kept = of_usual(batches, usual)
+    kept = usual_rows(batches, usual)
     senders = pa.array([name or instance for name in batch_names] + [IMPULSES], pa.string())
     sender = np.where(kept.kind == BatchKind.IMPULSES, len(batch_names), batch_name.to_numpy()[keep])
     yield _columns(
@@ -185,7 +185,7 @@ def evidence_of_values(
         payload=binaries(values.raw, start[keep], end[keep]),
     )
     keep = usual[marks.record]
-    kept_marks = of_usual(marks, usual)
+    kept_marks = usual_rows(marks, usual)
     destinations = pa.array([name or instance for name in mark_names], pa.string())
     yield _columns(
         len(kept_marks.record),

@@ -121,7 +121,7 @@ def prepare(fleet: Fleet, folder: Path, tables: Sequence[str] | None) -> LogFlee
     for table in tables or ():
         if table not in TABLES:
             raise SourceError(f"there is no table {table!r}: there are {', '.join(TABLES)}")
-    _make_folder(folder, list(dict.fromkeys(tables or TABLES)))
+    _create_folder(folder, list(dict.fromkeys(tables or TABLES)))
     there = read_export_state(folder)["tables"]
     if tables is not None and set(tables) != set(there):
         raise SourceError(f"{folder} holds the tables {', '.join(there)}: export the same ones, or into a new folder")
@@ -157,7 +157,7 @@ class _Run:
                 self._write(table, wanted)
                 self._progress(f"comparing {table} with the logs")
                 self._compare(table, wanted)
-        self._leave_out_unreadable()
+        self._drop_unreadable()
         self._progress("moving the files into place")
         self._move()
         self._finish([each for each in ranges if each.instance in self._report.instances])
@@ -184,7 +184,7 @@ class _Run:
         self._report.instances[name] = InstanceExport(first, now.end - 1, skipped=skipped)
         return now.part(first, now.end)
 
-    def _leave_out_unreadable(self) -> None:
+    def _drop_unreadable(self) -> None:
         """Remove the rows of logs that could not be read to the end. Raises SourceError if none is left."""
         self._report.unreadable = self._fleet.unreadable
         texts = {each.log: each.text for each in self._report.unreadable}
@@ -197,7 +197,7 @@ class _Run:
             self._report.rows[table] = sum(rows[name] for name in rows.keys() & self._report.instances.keys())
 
     def _read(self, table: str, ranges: Sequence[LogRange]) -> DataFrame:
-        reader = RangeReader(Options.of({"table": table}), SCHEMAS[table])
+        reader = RangeReader(Options.parse({"table": table}), SCHEMAS[table])
         read = partial(read_for_export, reader=reader, checkpoint_ids=self._checkpoint_ids)
         return self._fleet.frame(self._spark, ranges, read, exported_schema(table))
 
@@ -267,7 +267,7 @@ class _Run:
         _write_state(self._folder, {**state, "run": self._report.run, "instances": {**state["instances"], **instances}})
 
 
-def _make_folder(folder: Path, tables: list[str]) -> None:
+def _create_folder(folder: Path, tables: list[str]) -> None:
     """Create the folder and an empty state, so that a broken run's files are known to be ours."""
     if (folder / EXPORT_FILE_NAME).exists():
         return

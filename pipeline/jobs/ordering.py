@@ -38,7 +38,7 @@ Places = dict[tuple[str, int], tuple[int, int, str]]
 """Runs by (sender, number): timestamp, count of calls, and the first log that showed the run."""
 
 
-class _Word(NamedTuple):
+class _Fact(NamedTuple):
     """Fact on a run of multicasts, from one message of a log. ``source``: sender of that message."""
 
     record: int
@@ -61,19 +61,19 @@ def ordered_results(row: Row) -> Iterator[Result]:
     marks, find = (_MARKS, _FIND) if row.sender == row.receiver else (_MARKS_OF_OTHERS, _FIND_OF_OTHERS)
     if payload is None or find(payload) is None:
         return
-    words: list[tuple[str, str, int, int, int]] = []
+    facts: list[tuple[str, str, int, int, int]] = []
     try:
         for message_type, start, end in decode_messages(payload):
             if message_type == MessageType.RPC and payload.startswith(marks, start):
-                words += _words(payload, start, end, row)
+                facts += _facts_in(payload, start, end, row)
     except (decoding.DecodeError, ProtocolError):
         pass  # the stream's own audit says that it is damaged
-    if words:
-        numbered = [(index, *word) for index, word in enumerate(words)]
+    if facts:
+        numbered = [(index, *fact) for index, fact in enumerate(facts)]
         yield ORDERED, row.sender, row.receiver, row.sequence_id, row.batch, json.dumps(numbered)
 
 
-def _words(payload: bytes, start: int, end: int, row: Row) -> Iterator[tuple[str, str, int, int, int]]:
+def _facts_in(payload: bytes, start: int, end: int, row: Row) -> Iterator[tuple[str, str, int, int, int]]:
     rpc = decode_incoming_rpc(payload, start, end)
     if rpc.method_id == ORDERED_METHOD_ID:
         propose = decode_propose(rpc.arguments)
@@ -94,68 +94,68 @@ class OrderingAudit:
     """Collector of the workers' results, which finds the violations in them."""
 
     def __init__(self) -> None:
-        self._words: dict[str, list[_Word]] = defaultdict(list)
+        self._facts: dict[str, list[_Fact]] = defaultdict(list)
 
-    def take(self, source: str, receiver: str, record: int, batch: int, body: str) -> None:
-        self._words[receiver] += [_Word(record, batch, at, source, *word) for at, *word in decoding.load_json(body)]
+    def add(self, source: str, receiver: str, record: int, batch: int, body: str) -> None:
+        self._facts[receiver] += [_Fact(record, batch, at, source, *fact) for at, *fact in decoding.load_json(body)]
 
     def violations(self, first: Mapping[str, int]) -> Iterator[Violation]:
         """Yield all violations. ``first``: the first record of each log that was read."""
         places: Places = {}
-        for log, words in sorted(self._words.items()):
-            words.sort()
-            executed = [word for word in words if word.kind == _EXECUTED]
-            yield from _one_place(log, executed, places)
-            yield from _in_order(log, executed)
+        for log, facts in sorted(self._facts.items()):
+            facts.sort()
+            executed = [fact for fact in facts if fact.kind == _EXECUTED]
+            yield from _check_consistency(log, executed, places)
+            yield from _check_order(log, executed)
             if first.get(log, 0) == 0:
-                yield from _sent_here(log, words)
-        yield from _senders(places)
-        for log, words in sorted(self._words.items()):
-            yield from _after_causes(log, words, places)
+                yield from _check_locality(log, facts)
+        yield from _check_senders(places)
+        for log, facts in sorted(self._facts.items()):
+            yield from _check_causality(log, facts, places)
 
 
-def _one_place(log: str, executed: Iterable[_Word], places: Places) -> Iterator[Violation]:
+def _check_consistency(log: str, executed: Iterable[_Fact], places: Places) -> Iterator[Violation]:
     """Check consistency: a run has the same calls and the same place in all logs."""
-    for word in executed:
-        timestamp, count, other = places.setdefault((word.sender, word.number), (word.timestamp, word.calls, log))
-        if count != word.calls:
-            text = f"run {word.number} of {word.sender!r} has {word.calls} calls at {log!r} and {count} at {other!r}"
-            yield Violation("order", word.sender, log, word.number, word.number, word.record, text)
-        if timestamp != word.timestamp:
+    for fact in executed:
+        timestamp, count, other = places.setdefault((fact.sender, fact.number), (fact.timestamp, fact.calls, log))
+        if count != fact.calls:
+            text = f"run {fact.number} of {fact.sender!r} has {fact.calls} calls at {log!r} and {count} at {other!r}"
+            yield Violation("order", fact.sender, log, fact.number, fact.number, fact.record, text)
+        if timestamp != fact.timestamp:
             text = (
-                f"run {word.number} of {word.sender!r} has the place {word.timestamp} at {log!r} and {timestamp} at "
+                f"run {fact.number} of {fact.sender!r} has the place {fact.timestamp} at {log!r} and {timestamp} at "
                 f"{other!r}: they may see it in another order"
             )
-            yield Violation("order", word.sender, log, word.number, word.number, word.record, text)
+            yield Violation("order", fact.sender, log, fact.number, fact.number, fact.record, text)
 
 
-def _in_order(log: str, executed: Iterable[_Word]) -> Iterator[Violation]:
+def _check_order(log: str, executed: Iterable[_Fact]) -> Iterator[Violation]:
     """Check consistency: each log executed its runs in the one order."""
     last: Key = (0, "", 0)
-    for word in executed:
-        key = (word.timestamp, word.sender, word.number)
+    for fact in executed:
+        key = (fact.timestamp, fact.sender, fact.number)
         if key <= last:
             text = (
-                f"{log!r} executed run {word.number} of {word.sender!r} behind run {last[2]} of {last[1]!r}, which "
-                f"comes after it: the places are {word.timestamp} and {last[0]}"
+                f"{log!r} executed run {fact.number} of {fact.sender!r} behind run {last[2]} of {last[1]!r}, which "
+                f"comes after it: the places are {fact.timestamp} and {last[0]}"
             )
-            yield Violation("order", word.sender, log, word.number, word.number, word.record, text)
+            yield Violation("order", fact.sender, log, fact.number, fact.number, fact.record, text)
         else:
             last = key
 
 
-def _sent_here(log: str, words: Iterable[_Word]) -> Iterator[Violation]:
+def _check_locality(log: str, facts: Iterable[_Fact]) -> Iterator[Violation]:
     """Check locality: only its destinations execute a run. (Runs of an instance to itself need no message.)"""
     sent = set()
-    for word in words:
-        if word.kind == _PROPOSED_HERE and word.sender == word.source:
-            sent.add((word.sender, word.number))
-        elif word.kind == _EXECUTED and word.sender != log and (word.sender, word.number) not in sent:
-            text = f"{log!r} executed run {word.number} of {word.sender!r}, which was not sent to it"
-            yield Violation("invented", word.sender, log, word.number, word.number, word.record, text)
+    for fact in facts:
+        if fact.kind == _PROPOSED_HERE and fact.sender == fact.source:
+            sent.add((fact.sender, fact.number))
+        elif fact.kind == _EXECUTED and fact.sender != log and (fact.sender, fact.number) not in sent:
+            text = f"{log!r} executed run {fact.number} of {fact.sender!r}, which was not sent to it"
+            yield Violation("invented", fact.sender, log, fact.number, fact.number, fact.record, text)
 
 
-def _senders(places: Places) -> Iterator[Violation]:
+def _check_senders(places: Places) -> Iterator[Violation]:
     """Check causality: runs of one sender are in the order in which it sent them."""
     last: dict[str, tuple[int, int]] = {}
     for (sender, number), (timestamp, _, log) in sorted(places.items()):
@@ -169,7 +169,7 @@ def _senders(places: Places) -> Iterator[Violation]:
         last[sender] = number, max(timestamp, at)
 
 
-def _after_causes(log: str, words: Iterable[_Word], places: Places) -> Iterator[Violation]:
+def _check_causality(log: str, facts: Iterable[_Fact], places: Places) -> Iterator[Violation]:
     """Check causality: a run that an instance sent after it had executed another run has a later place.
 
     When its log shows a proposal for its run n, it has sent at most RUNS_IN_FLIGHT_MAX more runs: later runs were sent
@@ -181,12 +181,12 @@ def _after_causes(log: str, words: Iterable[_Word], places: Places) -> Iterator[
     numbers = sorted(own)
     sent_at_most = RUNS_IN_FLIGHT_MAX
     highest, cause = 0, None
-    limits: list[tuple[int, int, _Word | None]] = []  # runs above this number are above this timestamp, because of
-    for word in words:
-        if word.kind == _PROPOSAL and word.number + RUNS_IN_FLIGHT_MAX > sent_at_most:
-            sent_at_most = word.number + RUNS_IN_FLIGHT_MAX
-        elif word.kind == _EXECUTED and word.timestamp > highest:
-            highest, cause = word.timestamp, word
+    limits: list[tuple[int, int, _Fact | None]] = []  # runs above this number are above this timestamp, because of
+    for fact in facts:
+        if fact.kind == _PROPOSAL and fact.number + RUNS_IN_FLIGHT_MAX > sent_at_most:
+            sent_at_most = fact.number + RUNS_IN_FLIGHT_MAX
+        elif fact.kind == _EXECUTED and fact.timestamp > highest:
+            highest, cause = fact.timestamp, fact
             limits.append((sent_at_most, highest, cause))
     above, because, next_limit = 0, None, 0
     for number in numbers:

@@ -21,7 +21,7 @@ from immortal.coordinator.log.identity import LogIdentity
 from immortal.coordinator.log.open import is_locked, open_reader
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.jobs.evidence import EVIDENCE, evidence_of_range, evidence_of_raw
-from immortal.pipeline.reading import NO_LIMIT, LogRange, log_folders, one_each, range_of
+from immortal.pipeline.reading import NO_LIMIT, LogRange, log_folders, range_of, require_one_each
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, SCHEMAS, Options, RangeReader, pack, split
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
@@ -42,7 +42,7 @@ _ADDED = {"raw": "time_ns long, check long, day date", "outputs": "time_ns long,
 
 Read = Callable[[LogRange], Iterator[pa.RecordBatch]]
 """Makes rows of a range, in a worker."""
-Said = Accumulator[tuple[tuple[str, str], ...]]
+TextAccumulator = Accumulator[tuple[tuple[str, str], ...]]
 """Takes logs that a worker could not read, with what is wrong."""
 
 
@@ -74,12 +74,12 @@ class LogState:
     cut: bool = False  # its last records were cut off by hand
 
     @classmethod
-    def of(cls, identity: LogIdentity, folder: str, summary: LogSummary, *, live: bool) -> LogState:
+    def from_summary(cls, identity: LogIdentity, folder: str, summary: LogSummary, *, live: bool) -> LogState:
         own = identity.instance_name
         newest = summary.checkpoints[-1].outputs if summary.checkpoints else {}
 
-        def name(of: str) -> str:
-            return own if of == ONESELF else of
+        def name(party: str) -> str:
+            return own if party == ONESELF else party
 
         return cls(
             own,
@@ -156,9 +156,9 @@ class LogFleet(Fleet):
         """
         self._strict = strict
         self._texts: dict[str, str] = {}
-        self._said: Said | None = None
+        self._failures: TextAccumulator | None = None
         logs = [log for folder in folders if (log := self.attempt(folder, partial(_open_log, folder)))]
-        self.ranges = one_each(whole for _, whole in logs)
+        self.ranges = require_one_each(whole for _, whole in logs)
         self.states = {state.instance: state for state, _ in logs}
         if self._texts and not logs:
             raise none_left(self._texts)
@@ -175,16 +175,16 @@ class LogFleet(Fleet):
 
     @property
     def unreadable(self) -> Sequence[Unreadable]:
-        texts = {**self._texts, **dict(self._said.value if self._said is not None else ())}
+        texts = {**self._texts, **dict(self._failures.value if self._failures is not None else ())}
         return [Unreadable(*each) for each in sorted(texts.items())]
 
     def frame(self, spark: SparkSession, ranges: Sequence[LogRange], read: Read, schema: StructType | str) -> DataFrame:
         """Return the rows of ``ranges``. Those that cannot be read have none, and are noted when it is run."""
         context = spark.sparkContext
-        if self._said is None and not self._strict:
-            self._said = context.accumulator((), AddingAccumulatorParam(()))  # type: ignore[type-var, arg-type]
+        if self._failures is None and not self._strict:
+            self._failures = context.accumulator((), AddingAccumulatorParam(()))  # type: ignore[type-var, arg-type]
         packs = pack(ranges, context.defaultParallelism)
-        function = partial(read_packs, packs=packs, read=read, said=self._said)
+        function = partial(read_packs, packs=packs, read=read, failures=self._failures)
         return spark.range(0, len(packs), 1, max(1, len(packs))).mapInArrow(function, schema)
 
     def table(
@@ -199,10 +199,10 @@ class LogFleet(Fleet):
         options = {"table": name} if decode is None else {"table": name, "decode": decode}
         if only is not None:
             options |= {"instance": ",".join(only.instances), "from": f"{only.first}", "to": f"{only.last}"}
-        wanted = Options.of(options)
+        wanted = Options.parse(options)
         schema = SCHEMAS[name] if columns is None else StructType([SCHEMAS[name][column] for column in columns])
         parts = self.ranges if name == "checkpoints" else self._parts()
-        ranges = [each for each in parts if wanted.takes(each.instance)]
+        ranges = [each for each in parts if wanted.includes(each.instance)]
         return self.frame(spark, ranges, RangeReader(wanted, schema).read, schema)
 
     def evidence(
@@ -317,7 +317,7 @@ def run_of(path: Path) -> int:
 
 def _open_log(folder: str) -> tuple[LogState, LogRange]:
     with open_reader(folder) as reader:
-        state = LogState.of(reader.identity, folder, reader.summary(), live=is_locked(folder))
+        state = LogState.from_summary(reader.identity, folder, reader.summary(), live=is_locked(folder))
         return state, range_of(reader, folder)
 
 
@@ -328,17 +328,17 @@ def none_left(texts: Mapping[str, str]) -> SourceError:
 
 
 def read_packs(
-    batches: Iterator[pa.RecordBatch], packs: Sequence[Sequence[LogRange]], read: Read, said: Said | None
+    batches: Iterator[pa.RecordBatch], packs: Sequence[Sequence[LogRange]], read: Read, failures: TextAccumulator | None
 ) -> Iterator[pa.RecordBatch]:
-    """For mapInArrow: numbers of packs into the rows of their ranges. ``said`` None: an error ends it."""
+    """For mapInArrow: numbers of packs into the rows of their ranges. ``failures`` None: an error ends it."""
     for batch in batches:
         for wanted in (each for number in batch.column(0).to_pylist() for each in packs[number]):
             try:
                 yield from read(wanted)
             except (ImmortalError, OSError) as error:
-                if said is None:
+                if failures is None:
                     raise
-                said.add(((wanted.folder, str(error)),))
+                failures.add(((wanted.folder, str(error)),))
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:

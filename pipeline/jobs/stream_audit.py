@@ -85,7 +85,7 @@ class Part(NamedTuple):
             Part(position + 1, self.size - count, self.impulses - impulses, self.sent_ns, back),
         )
 
-    def behind(self, position: int) -> Part:
+    def after(self, position: int) -> Part:
         """Return the part after ``position``, which is within and not the last."""
         back = self.cut(position)[1]
         if back is None:
@@ -169,7 +169,7 @@ class StreamAudit:
         self._expected = 1
         self._record_before = UNKNOWN
         self._missing: list[tuple[int, int, int, int]] = []  # first, last, record before, and after; sorted, disjoint
-        self._held: tuple[int, int, Part] | None = None  # a batch that is a duplicate, or begins the stream anew
+        self._deferred: tuple[int, int, Part] | None = None  # a batch that is a duplicate, or begins the stream anew
         self._check = 0  # of all messages, impulses included, while none is missing
         self._check_at: dict[int, int] = {}  # the same after each of the first batches, by position
         # The checksum up to the last position; None: not known. Impulses to oneself are in no checksum.
@@ -179,26 +179,26 @@ class StreamAudit:
         self._segment_size_bytes = 0
         self._segment_start = 0  # the checksum in front of them
 
-    def mark(self, mark: Mark) -> None:
+    def add_mark(self, mark: Mark) -> None:
         self._marks.append(mark)
         self.figures.made = mark.position
         self.figures.marks += 1
         self.figures.last_mark_ns = max(self.figures.last_mark_ns, mark.time_ns)
 
-    def batch(self, record: int, time_ns: int, part: Part) -> None:
+    def add_batch(self, record: int, time_ns: int, part: Part) -> None:
         """Take ``part``, which record ``record`` of the receiver executed, logged at ``time_ns``."""
         if self._positions is None:
-            self._begin()
+            self._sort_marks()
         if not part.size:
             return
-        if self._held is not None:
-            held, self._held = self._held, None
-            if part.first == held[2].last + 1 != self._expected:
-                self._begin_anew()
-            self._execute(*held)
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            if part.first == deferred[2].last + 1 != self._expected:
+                self._restart_stream()
+            self._execute(*deferred)
         is_late = bool(self._missing) and self._missing[0][0] == 1
         if part.first == 1 < self._expected and not is_late and self._check_at.get(part.last) != crc64(part.payload):
-            self._held = (record, time_ns, part)  # the next batch shows if the stream began anew
+            self._deferred = (record, time_ns, part)  # the next batch shows if the stream began anew
             return
         self._execute(record, time_ns, part)
 
@@ -212,7 +212,7 @@ class StreamAudit:
             self._executed_again(record, part.first, min(part.last, expected - 1))
             if part.last < expected:
                 return
-            part = part.behind(expected - 1)
+            part = part.after(expected - 1)
         elif part.first > expected:
             self._missing.append((expected, part.first - 1, self._record_before, record))
             self._running = None
@@ -228,7 +228,7 @@ class StreamAudit:
             self._note_unmarked(record, part)
         self._compare(record, part)
 
-    def _begin_anew(self) -> None:
+    def _restart_stream(self) -> None:
         """Begin again at position 1: the sender has another log, with its own numbers and marks."""
         self._report_missing()
         kept = [finding for finding in self.findings if finding.kind not in ("content", "causality")]
@@ -246,22 +246,22 @@ class StreamAudit:
 
     def _note_unmarked(self, record: int, part: Part) -> None:
         if part.first <= self._last_marked:
-            part = part.behind(self._last_marked)
+            part = part.after(self._last_marked)
         if part.impulses < part.size:
             self.figures.unmarked.append((part.first, part.last, part.sent_ns, record))
 
     def finish(self) -> None:
         """End the check after the last batch: messages that are missing now are lost."""
         if self._positions is None:
-            self._begin()
-        if self._held is not None:
-            self._execute(*self._held)
+            self._sort_marks()
+        if self._deferred is not None:
+            self._execute(*self._deferred)
         self._report_missing()
 
     def _report_missing(self) -> None:
         for first, last, behind, record in self._missing:
             text = f"{_messages(first, last)} of {self._from}: never executed by {self._receiver!r}"
-            self._find("lost", first, last, record, text, behind)
+            self._add_finding("lost", first, last, record, text, behind)
         self._missing.clear()
 
     # --- positions -------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class StreamAudit:
                 start = gap_first
             end = min(last, gap_last)
             text = f"{_messages(start, end)} of {self._from}: executed behind message {self._expected - 1}"
-            self._find("order", start, end, record, text)
+            self._add_finding("order", start, end, record, text)
             self.figures.messages += end - start + 1
             rest = [(gap_first, start - 1, behind, at)] if gap_first < start else []
             rest += [(end + 1, gap_last, behind, at)] if end < gap_last else []
@@ -292,7 +292,7 @@ class StreamAudit:
 
     def _duplicate(self, record: int, first: int, last: int) -> None:
         text = f"{_messages(first, last)} of {self._from}: executed again"
-        self._find("duplicate", first, last, record, text)
+        self._add_finding("duplicate", first, last, record, text)
 
     # --- causality -------------------------------------------------------------------------------------------------
 
@@ -300,24 +300,24 @@ class StreamAudit:
         first, last, sent_ns = part.first, part.last, part.sent_ns
         if sent_ns > time_ns + self._tolerance_ns:
             text = f"{_messages(first, last)} of {self._from}: logged {_ms(sent_ns - time_ns)} before being sent"
-            self._find("causality", first, last, record, text)
+            self._add_finding("causality", first, last, record, text)
         positions = self._positions or ()
         index = bisect_left(positions, last) - 1
         if index < 0:
             return
-        made_behind = self._marks[index]
-        if sent_ns < made_behind.time_ns - self._tolerance_ns:
+        mark_before = self._marks[index]
+        if sent_ns < mark_before.time_ns - self._tolerance_ns:
             text = (
-                f"message {last} of {self._from} was sent {_ms(made_behind.time_ns - sent_ns)} before record"
-                f" {made_behind.sequence_id} of {self._from}, which says that it was not made yet"
+                f"message {last} of {self._from} was sent {_ms(mark_before.time_ns - sent_ns)} before record"
+                f" {mark_before.sequence_id} of {self._from}, which says that it was not made yet"
             )
-            self._find("causality", last, last, record, text)
-        if not self.needs or made_behind.sequence_id > self.needs[-1].sender_record:
-            self.needs.append(Needs(record, made_behind.sequence_id))
+            self._add_finding("causality", last, last, record, text)
+        if not self.needs or mark_before.sequence_id > self.needs[-1].sender_record:
+            self.needs.append(Needs(record, mark_before.sequence_id))
 
     # --- contents --------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _sort_marks(self) -> None:
         self._marks.sort(key=lambda mark: (mark.position, mark.sequence_id))  # a crash can set positions back a little
         self._positions = [mark.position for mark in self._marks]
         self._last_marked = self._positions[-1] if self._positions else 0
@@ -331,19 +331,19 @@ class StreamAudit:
             if self._next_mark == len(positions):
                 return  # nothing will ever be compared with it
             if positions[self._next_mark] > part.last:
-                self._take(part)
+                self._add_to_checksum(part)
                 return
             mark = self._marks[self._next_mark]
             self._next_mark += 1
             if mark.position >= part.first:
                 front, part = part.cut(mark.position)
-                self._take(front)
+                self._add_to_checksum(front)
             if self._running is None:
                 self._continue_from(mark)
             else:
-                self._meet(mark, record)
+                self._compare_with_mark(mark, record)
 
-    def _take(self, part: Part) -> None:
+    def _add_to_checksum(self, part: Part) -> None:
         if self._running is None or part.impulses == part.size:
             return
         replayed = without_impulses(part.payload) if part.impulses else part.payload
@@ -354,7 +354,7 @@ class StreamAudit:
         else:
             self._segment.clear()
 
-    def _meet(self, mark: Mark, record: int) -> None:
+    def _compare_with_mark(self, mark: Mark, record: int) -> None:
         first, last = self._compared_from, mark.position
         if self._running != mark.checksum:
             if self._is_shifted(mark):
@@ -368,7 +368,7 @@ class StreamAudit:
                 )
             else:
                 text = f"the marks of {self._from} at position {last} contradict each other"
-            self._find("content", min(first, last), last, record, text)
+            self._add_finding("content", min(first, last), last, record, text)
         self.figures.compared += max(0, last - first + 1)
         self._continue_from(mark)
 
@@ -397,10 +397,12 @@ class StreamAudit:
                 offset = end
         return False
 
-    def _find(self, kind: str, first: int, last: int, record: int, text: str, behind: int = UNKNOWN) -> None:
+    def _add_finding(
+        self, kind: str, first: int, last: int, record: int, text: str, record_before: int = UNKNOWN
+    ) -> None:
         self.figures.counts[kind] = self.figures.counts.get(kind, 0) + 1
         if len(self.findings) < FINDINGS_PER_STREAM_MAX:
-            self.findings.append(Finding(kind, first, last, record, text, behind))
+            self.findings.append(Finding(kind, first, last, record, text, record_before))
 
 
 def without_impulses(payload: bytes) -> bytes:

@@ -97,7 +97,7 @@ class _Stream:
     positions: list[int] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
 
-    def made_at(self, record: int) -> int | None:
+    def position_at(self, record: int) -> int | None:
         """Return the stream's position when the sender's ``record`` was sealed; None if no mark is that old."""
         index = bisect_right(self.records, record) - 1
         return self.positions[index] if index >= 0 else None
@@ -179,10 +179,10 @@ class TraceIndex:
 
     def _bounds(self, stream: _Stream, sender: str, record: int) -> tuple[int, int]:
         """Return the bounds of the calls of ``record``: after the first position, up to the second."""
-        above = stream.made_at(record)
+        above = stream.position_at(record)
         complete = record + self.lag_records + 1
         records = self._logs[sender].records
-        upto = stream.made_at(complete) if records and complete <= records[-1] else None
+        upto = stream.position_at(complete) if records and complete <= records[-1] else None
         return above or 0, _NO_BOUND if upto is None else upto
 
 

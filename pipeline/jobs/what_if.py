@@ -25,7 +25,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from immortal.coordinator.service.process import die_with_parent
 from immortal.pipeline.errors import PipelineError
-from immortal.pipeline.jobs.sources import LogFleet, Said, Unreadable, none_left, rows_of
+from immortal.pipeline.jobs.sources import LogFleet, TextAccumulator, Unreadable, none_left, rows_of
 from immortal.pipeline.reading import log_folders, registered_log
 from immortal.protocol import decoding
 
@@ -150,15 +150,15 @@ def run_tasks(
     timeout_s: float | None = None,
     strict: bool = False,
     env: Mapping[str, str] | None = None,
-    watch: Callable[[Callable[[], Sequence[str]]], None] = lambda ended: None,
+    watch: Callable[[Callable[[], Sequence[str]]], None] = lambda finished: None,
 ) -> list[Done]:
     """Run each task on some worker; return their results in the order of ``tasks``.
 
     Spark repeats those of an executor that dies. ``env``: set for their processes. ``watch``
     gets a function that returns the labels of ended tasks.
     """
-    said: Said = spark.sparkContext.accumulator((), AddingAccumulatorParam(()))  # type: ignore[type-var, arg-type]
-    watch(lambda: [label for label, _ in said.value])
+    finished: TextAccumulator = spark.sparkContext.accumulator((), AddingAccumulatorParam(()))  # type: ignore[type-var, arg-type]
+    watch(lambda: [label for label, _ in finished.value])
     run = partial(
         _run_tasks,
         tasks=tasks,
@@ -167,7 +167,7 @@ def run_tasks(
         timeout_s=timeout_s,
         strict=strict,
         env=env or {},
-        said=said,
+        finished=finished,
     )
     frame = spark.range(0, len(tasks), 1, len(tasks)).mapInArrow(run, from_arrow_schema(_RESULT))
     return [Done(*row[1:]) for row in sorted(rows_of(frame.toArrow().to_batches()))]
@@ -255,7 +255,7 @@ def _run_tasks(
     timeout_s: float | None,
     strict: bool,
     env: Mapping[str, str],
-    said: Said,
+    finished: TextAccumulator,
 ) -> Iterator[pa.RecordBatch]:
     """Convert numbers of tasks to the results of their processes; for mapInArrow."""
     for (number,) in rows_of(batches):
@@ -265,7 +265,7 @@ def _run_tasks(
             status, output, error = _run(arguments, home, folder, timeout_s, env)
         if strict and status not in (SAME, DIFFERENT):
             raise WhatIfError(f"{task.label}: {error or f'it ended with status {status}'}")
-        said.add(((task.label, ""),))
+        finished.add(((task.label, ""),))
         row = [number, status, output, error, time.monotonic() - started]
         arrays = [pa.array([value], column.type) for value, column in zip(row, _RESULT, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, schema=_RESULT)
@@ -287,7 +287,7 @@ def _run(
         preexec_fn=die_with_parent(os.getpid()),  # a dead executor's
     )
     try:
-        output, said = process.communicate(timeout=timeout_s)
+        output, error_output = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return FAILED, None, f"it was not done after {timeout_s:.0f} s: --timeout allows more"
     finally:
@@ -297,5 +297,5 @@ def _run(
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if lines:
         return process.returncode, lines[-1], None
-    errors = [line for line in said.splitlines() if line.strip()]
+    errors = [line for line in error_output.splitlines() if line.strip()]
     return FAILED, None, "\n".join(errors[-_ERROR_LINES_MAX:]) or f"it ended with status {process.returncode}"

@@ -25,6 +25,7 @@ from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.log.reader import LogReader
 from immortal.pipeline.sql.parquet_cache import TABLES, Range, update
 from immortal.pipeline.sql.states import state_tables, with_instance
+from immortal.protocol import redaction
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.executions import ExecutionsError, open_index
 from immortal.replay.plan import LogViewError
@@ -88,9 +89,9 @@ class Database:
             self._listed = list(self._all_tables())
             return
         if wanted & {"messages", "records", "outputs", "clients"}:
-            self._make_log_views()
+            self._create_log_views()
         if "messages" in wanted:
-            self._make_messages()
+            self._create_messages_view()
         if "clients" in wanted:
             self.connection.execute(
                 "create view clients as select instance, source as client, count(*) as requests,"
@@ -99,10 +100,10 @@ class Database:
             )
         if "instances" in wanted:
             rows = [_instance_row(log, self.cuts[log.name]) for log in self._logs.values()]
-            self._make_view("instances", pa.Table.from_pylist(rows, schema=_INSTANCES))
+            self._create_view("instances", pa.Table.from_pylist(rows, schema=_INSTANCES))
         if "executions" in wanted:
             rows = [row for log in self._logs.values() for row in self._executions(log)]
-            self._make_view("executions", pa.Table.from_pylist(rows, schema=_EXECUTIONS))
+            self._create_view("executions", pa.Table.from_pylist(rows, schema=_EXECUTIONS))
         for_all = wanted & FLEET_STATES.keys()
         states = {
             name: state_tables(log.settings, log.reader, self.cuts[name].last)
@@ -110,9 +111,9 @@ class Database:
             if (for_all or name in wanted) and self.cuts[name].last >= 0
         }
         for table in for_all:
-            self._make_fleet_table(table, states)
+            self._create_fleet_table(table, states)
         for name in wanted & states.keys():
-            self._make_state(name, states[name])
+            self._create_state_views(name, states[name])
 
     def run(self, query: str) -> Any:
         """Run the query that was prepared; return DuckDB's relation, None without rows. Raises duckdb.Error."""
@@ -171,11 +172,11 @@ class Database:
         for log in self._logs.values():
             first, last = log.reader.ends()
             self.cuts[log.name] = LogCut(log.name, first, min(log.last, last), log.last < last)
-        if len(self.cuts) > 1 and any(cut.goes_on for cut in self.cuts.values()):
-            self._make_log_views()
+        if len(self.cuts) > 1 and any(cut.has_more for cut in self.cuts.values()):
+            self._create_log_views()
             make_consistent(self.connection, list(self.cuts.values()))
 
-    def _make_log_views(self) -> None:
+    def _create_log_views(self) -> None:
         """Create views: ``_logged_TABLE`` with the rows of all files, ``_shown_TABLE`` with those within the cuts."""
         for log in self._logs.values():
             if log.ranges is None:
@@ -199,11 +200,11 @@ class Database:
 
     # --- tables ------------------------------------------------------------------------------------------------------
 
-    def _make_messages(self) -> None:
+    def _create_messages_view(self) -> None:
         from duckdb.func import FunctionNullHandling
 
         rows = [row for log in self._logs.values() for row in _method_rows(log.name, log.methods())]
-        self.connection.execute("create table _methods (instance text, key bigint, method text)")
+        self.connection.execute("create table _methods (instance text, key bigint, method text, hidden boolean)")
         if rows:
             columns = {name: [row[index] for row in rows] for index, name in enumerate(_METHODS)}
             self.connection.register("_made_methods", pa.table(columns))
@@ -215,14 +216,17 @@ class Database:
             "varchar",
             null_handling=FunctionNullHandling.SPECIAL,
         )
+        hidden = "encode(rpad('[redacted]', octet_length(arguments)::integer, '.'))"
+        shown = f"if(coalesce(n.hidden, true), {hidden}, arguments)" if redaction.rules() else "arguments"
         # A join for each log, by a number: one for all, by names, takes ten times as long.
         selects = [
             f"""
             select m.instance, sequence_id, "index", time_ns, kind, source, position, sent_ns, rpc_kind, rpc_type,
-                   method_id, n.method, arguments,
-                   decode_arguments(m.instance, rpc_kind, rpc_type, method_id, arguments) as arguments_json, ok, reason
+                   method_id, n.method, {shown} as arguments,
+                   decode_arguments(m.instance, rpc_kind, rpc_type, method_id, m.arguments) as arguments_json,
+                   ok, reason
             from ({self._shown("messages", name)}) m
-            left join (select key, method from _methods where instance = {_text(name)}) n
+            left join (select key, method, hidden from _methods where instance = {_text(name)}) n
               on n.key = if(kind <> 'initial', method_id::bigint * 2 + (rpc_kind = 'call')::integer, null)
             """
             for name in self._logs
@@ -244,17 +248,17 @@ class Database:
             with open_index(log.settings.folder, log.name) as index:
                 for row in index.all_rows():
                     if row["sequence_id"] <= cut.last:
-                        goes_on = cut.goes_on and end_ns is not None and (row["ended_ns"] or 0) > end_ns
-                        then = {"state": "waiting", "ended_ns": None, "result": None} if goes_on else {}
+                        has_more = cut.has_more and end_ns is not None and (row["ended_ns"] or 0) > end_ns
+                        then = {"state": "waiting", "ended_ns": None, "result": None} if has_more else {}
                         yield row | {"instance": log.name} | then
         except ExecutionsError:
             return
 
-    def _make_view(self, name: str, rows: pa.Table) -> None:
+    def _create_view(self, name: str, rows: pa.Table) -> None:
         self.connection.register(f"_made_{name}", rows)
         self.connection.execute(f"create view {name} as select * from _made_{name}")
 
-    def _make_fleet_table(self, table: str, states: Mapping[str, Mapping[str, pa.Table]]) -> None:
+    def _create_fleet_table(self, table: str, states: Mapping[str, Mapping[str, pa.Table]]) -> None:
         self.connection.execute(f"create table {table} (instance text, {_EMPTY[table]})")
         for made in with_instance(states, FLEET_STATES[table]):
             self.connection.register("_made_rows", made)
@@ -264,7 +268,7 @@ class Database:
             self.connection.execute(f"alter table {table} add column {name} timestamp")
             self.connection.execute(f"update {table} set {name} = make_timestamp({column} // 1000)")
 
-    def _make_state(self, name: str, tables: Mapping[str, pa.Table]) -> None:
+    def _create_state_views(self, name: str, tables: Mapping[str, pa.Table]) -> None:
         schema = _schema_of(name)
         self.connection.execute(f"create schema if not exists {_quoted(schema)}")
         for table, rows in tables.items():
@@ -341,20 +345,23 @@ def _instance_row(log: Log, cut: LogCut) -> dict[str, Any]:
     }
 
 
-_METHODS = ("instance", "key", "method")
+_METHODS = ("instance", "key", "method", "hidden")
 
 
-def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, str]]:
-    """Yield (instance, key, method). Key: 2 * method ID for answers, plus 1 for calls to the instance's own methods."""
+def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, str, bool]]:
+    """Yield (instance, key, method, True if its arguments are hidden).
+
+    Key: 2 * method ID for answers, plus 1 for calls to the instance's own methods.
+    """
     answers: dict[int, str] = {}
     for (destination, method_id), name in methods.items():
         short = name.rpartition(".")[2]
         if destination:
             answers[method_id] = short
         else:
-            yield instance, method_id * 2 + 1, short
+            yield instance, method_id * 2 + 1, short, redaction.concerns(short)
     for method_id, short in answers.items():
-        yield instance, method_id * 2, short
+        yield instance, method_id * 2, short, redaction.concerns(short)
 
 
 @contextmanager
@@ -415,12 +422,12 @@ def _texts(texts: Sequence[str]) -> str:
 
 
 class LogCut(Struct):
-    """Cut of one log. ``last``: last shown record. ``goes_on``: True if the log has records after ``last``."""
+    """Cut of one log. ``last``: last shown record. ``has_more``: True if the log has records after ``last``."""
 
     instance: str
     first: int
     last: int
-    goes_on: bool
+    has_more: bool
 
 
 def make_consistent(database: DuckDBPyConnection, cuts: list[LogCut]) -> None:
@@ -430,14 +437,14 @@ def make_consistent(database: DuckDBPyConnection, cuts: list[LogCut]) -> None:
     while found := _too_late(database, cuts):
         for instance, first_without_cause in found:
             by_name[instance].last = first_without_cause - 1
-            by_name[instance].goes_on = True
+            by_name[instance].has_more = True
 
 
 def _too_late(database: DuckDBPyConnection, cuts: list[LogCut]) -> list[tuple[str, int]]:
     """Return (instance, its first record with a call whose cause is after its sender's cut)."""
-    database.execute("create or replace temp table _cuts (instance text, first bigint, last bigint, goes_on boolean)")
+    database.execute("create or replace temp table _cuts (instance text, first bigint, last bigint, has_more boolean)")
     database.executemany(
-        "insert into _cuts values (?, ?, ?, ?)", [[cut.instance, cut.first, cut.last, cut.goes_on] for cut in cuts]
+        "insert into _cuts values (?, ?, ?, ?)", [[cut.instance, cut.first, cut.last, cut.has_more] for cut in cuts]
     )
     # Without a mark in the kept part of a log, all was made before it; without one in a whole log, nothing was.
     found: list[tuple[str, int]] = database.execute(
@@ -455,7 +462,7 @@ def _too_late(database: DuckDBPyConnection, cuts: list[LogCut]) -> list[tuple[st
         select m.instance, min(m.sequence_id)
         from _logged_messages m
         join _cuts r on r.instance = m.instance and m.sequence_id <= r.last
-        join _cuts s on s.instance = m.source and s.goes_on
+        join _cuts s on s.instance = m.source and s.has_more
         left join made on made.sender = m.source and made.receiver = m.instance
         left join next on next.sender = m.source
         where m.kind = 'stream' and m.source <> m.instance and coalesce(m.time_ns >= next.time_ns, true)

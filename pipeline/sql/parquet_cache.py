@@ -85,17 +85,17 @@ def _updated(reader: LogReader, folder: Path) -> list[Range]:
 
 def _sound(reader: LogReader, folder: Path, first_kept: int) -> list[Range]:
     """Return the files that continue one another from the log's first record on and belong to the log."""
-    there: dict[int, int] = {}  # the longest from each first record on
+    last_by_first: dict[int, int] = {}  # the longest from each first record on
     for name in os.listdir(folder):
         if (found := _NAME.fullmatch(name)) is not None:
-            there[int(found[1])] = max(int(found[2]), there.get(int(found[1]), -1))
+            last_by_first[int(found[1])] = max(int(found[2]), last_by_first.get(int(found[1]), -1))
     ranges: list[Range] = []
-    for first, last in sorted(there.items()):
+    for first, last in sorted(last_by_first.items()):
         if last < first_kept:
             continue  # all of it is trimmed
         found_range = Range(folder, first, last)
         follows = first == ranges[-1].last + 1 if ranges else first <= first_kept
-        if not follows or _check_of(reader, last) != _known_check(found_range):
+        if not follows or _check_of(reader, last) != _stored_check(found_range):
             break
         ranges.append(found_range)
     return ranges
@@ -111,7 +111,7 @@ def _hex(value: bytes) -> bytes:
     return f"{decode_header(value).check:016x}".encode()
 
 
-def _known_check(one: Range) -> bytes | None:
+def _stored_check(one: Range) -> bytes | None:
     try:
         said = pq.read_metadata(one.path("messages")).metadata or {}
         complete = all(one.path(table).exists() for table in TABLES)
@@ -128,7 +128,7 @@ def _extract_range(reader: LogReader, folder: Path, first: int, end: int) -> Ran
     """Write a range: the records from ``first`` to ``end`` - 1, or RANGE_MESSAGES_MAX messages."""
     identity = reader.identity
     tables = {
-        name: TableReader(name, schema, identity.instance_name, identity.committer_id, True, None)
+        name: TableReader(name, schema, identity.instance_name, identity.committer_id, True, None, plain=True)
         for name, schema in TABLES.items()
     }
     made = [folder / f"new-{os.getpid()}-{name}" for name in TABLES]

@@ -34,7 +34,7 @@ from immortal.replay.plan import ReplayError
 IMPORT_S = 60.0  # for a module, at least
 
 
-@personal_keys.none_made()
+@personal_keys.without_new_keys()
 def what_if(
     home: Path | str,
     changes: Mapping[str, type[Immortal] | str] | None,

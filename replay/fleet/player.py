@@ -275,9 +275,9 @@ class Player(LocalRun):
             name = source.identity.instance_name
             raise ReplayError(f"{name}: {definition.name} does not accept the state: {self._turn.stopped}")
         if is_new:
-            self.tasks.told(())
-            if self.tasks.others is not None:
-                self.tasks.others.number_own_from(FIRST_OTHER_NUMBER)
+            self.tasks.receive_draws(())
+            if self.tasks.matcher is not None:
+                self.tasks.matcher.number_own_from(FIRST_OTHER_NUMBER)
 
     @cached_property
     def methods(self) -> Methods:
@@ -357,7 +357,7 @@ class Player(LocalRun):
         """Return what began the execution that makes the call of that number; None: unknown."""
         call = None if number is None else self.tasks.calls.get(number)
         task = None if call is None else self.tasks.waiting(call.task.number)
-        return None if task is None else task.began_at
+        return None if task is None else task.started_by
 
     def close(self) -> None:
         with sealed():  # handlers that wait are closed: their finally clauses run

@@ -23,12 +23,13 @@ from immortal.appsdk.waiting.impulses import EffectResult
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, record_of, rpcs
-from immortal.protocol import decoding
+from immortal.protocol import decoding, personal_keys
 from immortal.protocol.extensions import RandomDraw
 from immortal.protocol.messages import MessageType, RpcKind
 from immortal.protocol.system_methods import EFFECT_METHOD_ID
 from immortal.protocol.trailer import BatchKind
 from immortal.protocol.verdicts import MessageKey, Verdict
+from immortal.replay.app_process import forgotten_notes
 from immortal.replay.fleet.player import LoggedRecord, Output, Place, Player, Turn, logged, outputs_in
 from immortal.replay.plan import ReplayError, Route, unshowable_state_text
 from immortal.replay.verify import ProvingSink
@@ -195,14 +196,14 @@ class Draws:
         at = self._find(number)
         return None if at is None else self._tasks[at] or None
 
-    def began(self, task: int | None) -> Place | None:
+    def start_of_task(self, task: int | None) -> Place | None:
         """Return the place of the message that began an execution; None if it began before the run."""
         at = None if task is None else self._find(task)
         if at is None or self._tasks[at]:
             return None
         return self._records[bisect_right(self._firsts, at) - 1], self._details[at]
 
-    def of(self, sequence_id: int, index: int) -> Iterator[RandomDraw]:
+    def draws_of(self, sequence_id: int, index: int) -> Iterator[RandomDraw]:
         """Yield all numbers of the execution that the message began, its own first."""
         at = self.starts(sequence_id).get(index, -1)
         while at >= 0:
@@ -277,6 +278,11 @@ class Recorded:
                 self.verdicts |= {verdict.key: verdict for verdict in turn.verdicts}
                 watch(record, turn, self._note(player, record.time_ns))
             if problem := proving.difference(name, player.methods):
+                if personal_keys.noted:
+                    raise ReplayError(
+                        f"{name}: {'; '.join(forgotten_notes(sorted(personal_keys.noted)))}. So its calls are not those"
+                        f" of the log, and what follows from a change can't be told: give --from with a time after that"
+                    )
                 raise ReplayError(unshowable_state_text(name, problem))
             self._file.flush()
             last = self.log.last_sequence_id

@@ -189,7 +189,7 @@ class Simulation:
         for other in self.services.values():  # it handled messages of this service as recorded
             if other is not service:
                 other.received_positions[name] = other.log.received_position(name, other.reached)
-        player.tasks.told(recorded.draws.waited)
+        player.tasks.receive_draws(recorded.draws.waited)
         if changed is not None and any(start.version == changed.version for start in route.versions):
             self.notes.append(
                 f"{name}: up to record {route.versions[-1].sequence_id} the log was handled by versions before"

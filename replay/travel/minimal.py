@@ -13,6 +13,7 @@ from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.state.tree import Tree
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import rpc_of, shown_arguments
+from immortal.protocol import redaction
 from immortal.protocol.extensions import RandomDraw
 from immortal.protocol.messages import RpcKind, RpcType
 from immortal.protocol.record import decode_header
@@ -97,7 +98,7 @@ class PartialRuns:
                 there.update(at for at in places if self._makers.get(at) in there)
                 if there.isdisjoint(places):
                     continue
-                player.tasks.told(draws)
+                player.tasks.receive_draws(draws)
                 given = [self._slot(at, is_there=at in there) for at in places]
                 player.give_slots(record.sequence_id, record.time_ns, given, is_logs=False)
             return read_value(player)
@@ -115,8 +116,10 @@ class PartialRuns:
         rpc = rpc_of(self.slots[at].message)
         handler = self._definition.by_method_id.get(rpc.method_id) if rpc.kind == RpcKind.CALL else None
         arguments = shown_arguments(rpc)
-        shown = literals(*arguments or ())
-        if handler is None or arguments is None or None in shown:
+        if handler is None or arguments is None:
+            return None
+        shown = literals(*redaction.arguments(handler.name, arguments, handler.signature.parameters))
+        if None in shown:
             return None
         way = "send" if rpc.rpc_type == RpcType.IMPULSE else "begin"
         method = f"{self._definition.cls.__name__}.{handler.function.__name__}"

@@ -11,7 +11,7 @@ from statistics import median
 
 import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, query, rpc, upgrades
-from immortal.bench.apps import Caller, course, say_json, stopwatch
+from immortal.bench.apps import Caller, course, print_json, stopwatch
 from scripts.benchmarks.rivals import STEPS, step
 
 HOLD_AT_ONCE = 500
@@ -98,7 +98,7 @@ class WaitingCaller(Caller):
                 impulses.hold(min(HOLD_AT_ONCE, count - first))
                 while self.held < min(before + first + HOLD_AT_ONCE, before + count):
                     time.sleep(0.001)
-            say_json({"held": self.held})
+            print_json({"held": self.held})
             break
         super().drive(impulses)
 
@@ -177,12 +177,12 @@ class Holder(Immortal):
                     course.done.clear()
                     impulses.fill(int(size_mib))
                     course.done.wait()
-                    say_json({"entries": len(self.texts)})
+                    print_json({"entries": len(self.texts)})
                 case ["touch"]:
                     impulses.begin()
-                    say_json({})
+                    print_json({})
                 case ["pauses"]:
-                    say_json(pauses.take())
+                    print_json(pauses.take())
 
 
 class ForkingHolder(Holder, checkpoint="fork"):

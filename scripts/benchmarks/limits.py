@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from immortal.bench.processes import BenchError, hear, start_module
+from immortal.bench.processes import BenchError, read_line, start_module
 from immortal.bench.workload import Measured, measured
 
 RATE_SECONDS = 0.5
@@ -88,7 +88,7 @@ class Loopback:
 @contextlib.contextmanager
 def loopback() -> Iterator[Loopback]:
     with start_module("scripts.benchmarks.limits") as other:
-        port = int(hear(other, "the other end of the TCP connection"))
+        port = int(read_line(other, "the other end of the TCP connection"))
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield Loopback(connection)

@@ -43,7 +43,7 @@ def write_report(runs: Sequence[Run], docs: Path) -> Path:
         immortal=IMMORTAL,
         parts=[{"title": _title(TITLES[name]), "figures": some} for name, some in merged.items() if some],
         charts={group: os.path.relpath(path, docs) for group, path in charts.items()},
-        left_out=list(_left_out(runs)),
+        left_out=list(_skipped_lines(runs)),
         loads=[run["load"][when][0] for run in runs for when in ("start", "end")],
         cores=runs[0]["machine"]["cores"],
         spreads=[
@@ -96,7 +96,7 @@ def _measured(target: Target, figure: Figure | None) -> str:
     return f"{number(measured)} times" if target.against else number(measured)
 
 
-def _left_out(runs: Sequence[Run]) -> Iterator[str]:
+def _skipped_lines(runs: Sequence[Run]) -> Iterator[str]:
     for index, run in enumerate(runs, start=1):
         for what, why in run["skipped"].items():
             yield f"Run {index}: {what}: {why}"

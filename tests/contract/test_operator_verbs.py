@@ -76,7 +76,7 @@ def test_letters_to_retry_come_with_what_they_are(argument: str) -> None:
     driven = with_letter()
     event = event_of("letters-retry", argument, "t", driven.store, driven.machine.view.letters)
     assert isinstance(event, ev.LettersRetried)
-    assert event.who == "ann"
+    assert event.operator == "ann"
     letter = event.letters[KEY]
     assert letter is not None
     assert letter.verdict == LETTER

@@ -127,7 +127,7 @@ def test_all_tables_are_the_same(fleet: str) -> None:
 
 
 def test_partitions_are_ranges_whose_end_is_fixed(fleet: str, tmp_path: Path) -> None:
-    reader = Reader(Options.of({"table": "records", "path": fleet, "partitionBytes": "2048"}), SCHEMAS["records"])
+    reader = Reader(Options.parse({"table": "records", "path": fleet, "partitionBytes": "2048"}), SCHEMAS["records"])
     parts = [part for part in reader.partitions() if isinstance(part, RangePartition)]
     assert len(parts) > 4
     ranges = [wanted for part in parts for wanted in part.ranges]
@@ -200,7 +200,7 @@ def test_a_partition_fetches_its_own_segments_alone(tmp_path: Path) -> None:
     assert len(segments) > 5
     url = f"file://{tmp_path}/archive#alice"
     options = {"table": "records", "path": url, "to": "10"}
-    reader = Reader(Options.of(options), SCHEMAS["records"])
+    reader = Reader(Options.parse(options), SCHEMAS["records"])
     parts = reader.partitions()
     close_shared()  # as on another machine
     for segment in segments[3:]:
@@ -238,7 +238,7 @@ def test_another_history_is_read_as_it_is(tmp_path: Path) -> None:
 def test_one_whose_place_another_took_while_it_was_read(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/archive"
     ship(make_log(tmp_path / "log", "alice", specs_of("alice")), url, "alice")
-    reader = Reader(Options.of({"table": "records", "path": url}), SCHEMAS["records"])
+    reader = Reader(Options.parse({"table": "records", "path": url}), SCHEMAS["records"])
     (part, *_) = reader.partitions()
     (tmp_path / "archive" / "alice").rename(tmp_path / "elsewhere")
     with pytest.raises(LogChangedError, match=f"the log in {url}#alice was removed while it was read"):

@@ -217,7 +217,7 @@ def test_where_an_instance_has_gone_is_known_at_once_and_the_key_that_it_has_the
     shared: Fleet, postgres: Postgres, tells: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tells:
-        monkeypatch.setattr(shared_registry, "LOOK_S", 10 * WAIT_S)  # so it is news alone
+        monkeypatch.setattr(shared_registry, "POLL_S", 10 * WAIT_S)  # so it is news alone
     there = {"a": PEER, "b": "tcp://127.0.0.1:7002"}
     machines = {name: shared.machine(name) for name in there}
     machines["a"].register("shop", PEER)
@@ -275,7 +275,7 @@ def test_of_machines_with_one_address_the_holder_shows_its_key_first(
 def test_a_move_is_seen_though_another_process_of_the_machine_was_first_to_write_it(
     shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_registry, "LOOK_S", 10 * WAIT_S)
+    monkeypatch.setattr(shared_registry, "POLL_S", 10 * WAIT_S)
     one = shared.machine("a")
     keys.create(one.register("shop", PEER).folder)
     lease(postgres, PEER)
@@ -511,7 +511,7 @@ def test_a_server_elsewhere_has_to_prove_who_it_is(
         monkeypatch.delenv(variable, raising=False)
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    assert shared_registry.secured(psycopg.conninfo.conninfo_to_dict(url)).get("sslmode") == asked
+    assert shared_registry.with_ssl_mode(psycopg.conninfo.conninfo_to_dict(url)).get("sslmode") == asked
     given: dict[str, object] = {}
     monkeypatch.setattr(psycopg, "connect", lambda **options: given.update(options) or fail("stopped"))
     with pytest.raises(LogError):

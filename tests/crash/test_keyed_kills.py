@@ -93,5 +93,6 @@ def test_each_call_reaches_its_key_once(folder: Path) -> None:
         assert carts["nobody"].query.all() == {}
     said = immortal(folder, "call", f"carts[{KEYS[0]}]", "all", "--query")
     assert said.startswith("{")
+    assert "'shop' has no keys" in immortal(folder, "call", "shop[ann]", "order", "tea", status=1)
     other = next(one for one in KEYS if shard_of(one, 3) != 1)
     assert "is shard 1 of 3" in immortal(folder, "call", "carts-1", "add", other, "tea", "1", status=1)

@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "orderbook"
 
 def executed(audit: OrderingAudit, log: str) -> list[tuple[str, int, int, int]]:
     """The runs that a log has executed, in its order: sender, number, timestamp, count of calls."""
-    words = sorted(word for word in audit._words[log] if word.kind == "executed")
+    words = sorted(word for word in audit._facts[log] if word.kind == "executed")
     return [(word.sender, word.number, word.timestamp, word.calls) for word in words]
 
 
@@ -33,7 +33,7 @@ def test_five_books_end_alike_after_kills(tmp_path: Path) -> None:
     audit = OrderingAudit()
     for row in evidence_here(books):
         for _, *result in ordered_results(row):
-            audit.take(*result)
+            audit.add(*result)
     first, *others = (executed(audit, name) for name in ("b1", "b2", "b3", "b4", "b5"))
     assert all(other == first for other in others)
     assert sum(count for *_, count in first) == 1200

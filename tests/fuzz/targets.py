@@ -268,7 +268,7 @@ def client_frame(data: bytes) -> None:
     if found.frame_type is ClientFrameType.PING:
         sent = [int.from_bytes(found.payload[at : at + 8], "little") for at in range(0, len(found.payload), 8)]
         assert len(sent) == found.count
-        assert found.asked_numbers() == sorted(set(sent), key=sent.index)
+        assert found.requested_numbers() == sorted(set(sent), key=sent.index)
     with contextlib.suppress(RemoteProtocolError):
         check_batch(logged_calls(found.payload, found.count, "c", 1)[0], found.count)
 

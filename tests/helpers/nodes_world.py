@@ -18,8 +18,8 @@ from immortal.appsdk.nodes.reference_counts import (
     Owner,
     Passed,
     Released,
+    SendMessage,
     Stage,
-    Tell,
 )
 
 OWNER, KEY = "o", b"k"
@@ -79,7 +79,7 @@ class World:
     def operate(self, name: str, what: str, to: str) -> None:
         if what == "pass":
             if name == OWNER:
-                self.owner.passed(KEY, to)
+                self.owner.note_passed(KEY, to)
             elif to != OWNER:
                 self.holders[name].pass_on(OWNER, KEY, to)
             self.put(name, to, COPY)
@@ -88,7 +88,7 @@ class World:
         elif what == "ban":
             self.owner.ban(KEY, to)
         else:
-            for one in self.owner.begin_end(KEY):
+            for one in self.owner.start_end(KEY):
                 self.put(OWNER, one, Ended(KEY, DESTROYED))
             self.put(OWNER, OWNER, END)
 
@@ -98,25 +98,25 @@ class World:
         elif name == OWNER:
             known = message == COPY
             if isinstance(message, Passed):
-                known = self.owner.passed(message.key, message.to)
+                known = self.owner.note_passed(message.key, message.to)
             elif isinstance(message, Released):
-                known = self.owner.released(message.key, source, message.count)
+                known = self.owner.note_released(message.key, source, message.count)
             if not known:
                 raise ViolationError(f"{source} says {message}, and the owner has forgotten the key")
         elif message == COPY:
-            if self.holders[name].arrived(OWNER, KEY) and name in self.told_end:
+            if self.holders[name].note_arrived(OWNER, KEY) and name in self.told_end:
                 raise ViolationError(f"{name} gets a handle that leads somewhere, though it was told of its end")
         elif isinstance(message, Ended):
             self.told_end.add(name)
-            self.holders[name].ended(OWNER, message.key, message.how)
+            self.holders[name].note_end(OWNER, message.key, message.how)
         elif isinstance(message, Forgotten):
-            self.holders[name].forgotten(OWNER, message.key)
+            self.holders[name].forget(OWNER, message.key)
 
     def act(self) -> None:
         for name, machine in [(OWNER, self.owner), *self.holders.items()]:
             actions, machine.actions = machine.actions, []  # type: ignore[attr-defined]
             for action in actions:
-                if isinstance(action, Tell):
+                if isinstance(action, SendMessage):
                     self.put(name, action.to, action.message)
                     if isinstance(action.message, Forgotten):
                         self.require_nobody("is forgotten")

@@ -27,7 +27,7 @@ def test_no_rate_is_below_zero_and_none_comes_from_two_runs(samples: list[tuple[
         now_s += pause_s
         if run != last_run:
             began_s, last_run = {run: now_s}, run
-        found = rates.of("one", now_s, run, {(RECORDS, key): count for key, count in counts.items()})
+        found = rates.sample("one", now_s, run, {(RECORDS, key): count for key, count in counts.items()})
         assert all(rate >= 0 for rate in found.values())
         assert not found or now_s > began_s[run], "a first sample has nothing to be compared with"
         assert all(rate <= counts[key] / 0.5 for (_, key), rate in found.items())
@@ -39,7 +39,7 @@ def test_a_steady_rate_is_right_after_a_restart_too(per_s: int, runs: int, began
     for run in range(runs):
         for second in range(int(RATE_SPAN_S) + 3):
             now_s += 1
-            found = rates.of("one", now_s, run, {(RECORDS, ""): began // (run + 1) + per_s * second})
+            found = rates.sample("one", now_s, run, {(RECORDS, ""): began // (run + 1) + per_s * second})
             assert found == ({} if not second else {(RECORDS, ""): pytest.approx(per_s)})
 
 
@@ -51,7 +51,7 @@ def test_a_recovery_is_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def measured(phase: str, epoch: int, made: int) -> dict[tuple[str, str], float]:
         outputs = {"to": {"position": made}}
         status = {"pid": 1, "phase": phase, "epoch": epoch, "sequence_id": 9, "outputs": outputs}
-        return fleet._measured("one", status)
+        return fleet._current_rates("one", status)
 
     assert measured("normal", 1, 100) == {}
     assert measured("normal", 1, 110)[SENT, "to"] == 10

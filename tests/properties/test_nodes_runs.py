@@ -29,7 +29,7 @@ def test_handles_are_counted_and_ended_in_order_under_faults() -> None:
 def test_no_dead_handle_comes_before_word_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(SEEDS):
         run_seed(seed, PASSING)
-    monkeypatch.setattr(Accounts, "_ending", lambda accounts, owner, key: None)
+    monkeypatch.setattr(Accounts, "_find_end", lambda accounts, owner, key: None)
     with pytest.raises(BrokenHandlesError, match="before it was told of its end"):
         _run_seeds(FOUND, FOUND + SEEDS_MAX, PASSING)
 
@@ -40,16 +40,16 @@ def _run_seeds(first: int, end: int, *acts: tuple[str, ...]) -> None:
 
 
 def _not_given_back(self: Accounts, data: bytes) -> None:
-    self._context.carries = False
+    self._context.carries_handles = False
 
 
 def _end_at_once(self: Nodes, key: Key, how: str) -> None:
     """The owner does not wait for its queue."""
-    self.accounts.owner.begin_end(key)
+    self.accounts.owner.start_end(key)
     self.living.nodes.pop(self.accounts.owner.grants[key].node, None)
-    self.accounts.owner.grants[key].told.clear()
+    self.accounts.owner.grants[key].notified.clear()
     self.accounts.owner.end(key, how)
-    self.accounts.act()
+    self.accounts.send_actions()
 
 
 def _forgotten(self: Holder, owner: str, key: Key, how: str) -> bool:
@@ -62,9 +62,9 @@ def _never_free(grant: Grant) -> bool:
 
 
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "copies of failed calls are lost": (Accounts, "not_taken", _not_given_back),
+    "copies of failed calls are lost": (Accounts, "return_copies", _not_given_back),
     "the end is not ordered": (Nodes, "_end", _end_at_once),
-    "who is told of an end forgets it": (Holder, "ended", _forgotten),
+    "who is told of an end forgets it": (Holder, "note_end", _forgotten),
     "what is over is never forgotten": (Owner, "_is_free", staticmethod(_never_free)),
 }
 

@@ -61,11 +61,11 @@ def test_no_effect_without_its_cause_and_no_more_is_cut(written: Written, shares
     plan = written.plan
     ends = {name: len(records) - 1 for name, records in plan.records.items()}
     wanted = {name: ends[name] * share // 100 for name, share in zip(ends, shares, strict=True)}
-    cuts = [LogCut(name, 0, last, goes_on=last < ends[name]) for name, last in wanted.items()]
+    cuts = [LogCut(name, 0, last, has_more=last < ends[name]) for name, last in wanted.items()]
     make_consistent(written.database, cuts)
     found = {cut.instance: cut.last for cut in cuts}
     assert all(found[name] <= wanted[name] for name in wanted)
-    bounded = {cut.instance for cut in cuts if cut.goes_on}
+    bounded = {cut.instance for cut in cuts if cut.has_more}
     assert is_consistent(plan, found, bounded)
     # No log could be longer by itself; consistent cuts are closed under union, so this one is the longest.
     for name, last in found.items():
@@ -75,7 +75,7 @@ def test_no_effect_without_its_cause_and_no_more_is_cut(written: Written, shares
 
 def test_logs_at_rest_are_shown_whole(written: Written) -> None:
     ends = {name: len(records) - 1 for name, records in written.plan.records.items()}
-    cuts = [LogCut(name, 0, last, goes_on=False) for name, last in ends.items()]
+    cuts = [LogCut(name, 0, last, has_more=False) for name, last in ends.items()]
     make_consistent(written.database, cuts)
     assert {cut.instance: cut.last for cut in cuts} == ends
 
@@ -87,6 +87,6 @@ def test_a_cut_that_needs_no_other(written: Written) -> None:
         times = sorted(record.time_ns for records in plan.records.values() for record in records)
         at_ns = times[len(times) * share // 100]
         lasts = {n: sum(r.time_ns <= at_ns for r in records) - 1 for n, records in plan.records.items()}
-        cuts = [LogCut(name, 0, last, goes_on=True) for name, last in lasts.items()]
+        cuts = [LogCut(name, 0, last, has_more=True) for name, last in lasts.items()]
         make_consistent(written.database, cuts)
         assert {cut.instance: cut.last for cut in cuts} == lasts

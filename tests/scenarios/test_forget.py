@@ -184,6 +184,11 @@ def test_nothing_tells_the_address_any_more(tmp_path: Path) -> None:
         told = immortal(tmp_path, "verify", "mailer", "--all", status=3)
         assert f"letters[0]: then {len(MARKER)}, now 0" in told
         assert "'ann' was forgotten on" in immortal(tmp_path, "what-if", "shop", "--app", "shop:Shop")
+        fleet = "what-if", "--fleet", "--change", "shop=shop:Shop"
+        refused = immortal(tmp_path, *fleet, status=1)
+        assert refused.startswith("error: shop: 'ann' was forgotten on 20"), refused
+        assert "its calls are not those of the log" in refused
+        assert "no difference" in immortal(tmp_path, *fleet, "--from", "2999-01-01")
         for shown in (
             immortal(tmp_path, "log", "show", "shop"),
             immortal(tmp_path, "sql", "select * from messages", "--json"),

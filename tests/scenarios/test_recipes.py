@@ -384,8 +384,8 @@ def test_chat(recipe: Any) -> None:
         room = env.start(recipe.Room, "room")
         for text in ("hello", "anybody?"):
             room.call(recipe.Room.say, "ann", text)
-        assert room.call(recipe.Room.behind, 0) == ["00:00 ann: hello", "00:00 ann: anybody?"]
-        assert room.call(recipe.Room.behind, 2) == []
+        assert room.call(recipe.Room.lines_after, 0) == ["00:00 ann: hello", "00:00 ann: anybody?"]
+        assert room.call(recipe.Room.lines_after, 2) == []
 
     crash_anywhere(run)
 

@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from immortal.cli import main
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
+from immortal.replay import host
 from tests.helpers.processes import DEADLINE_S, House, SocketApp
 from tests.helpers.recorded import Instances, load_module, write_module
 
@@ -373,6 +374,27 @@ def test_code_that_dies(log: Log) -> None:
     assert re.search(
         rf"\nthe app {dying}:Counter ended with status 9 .* \(at record \d+; --to \d+ ends before it\)", said
     )
+
+
+def test_a_handler_that_hangs_ends_at_its_limit_and_is_named(log: Log) -> None:
+    hanging = log.variant(("        for word in", "        while line == 'The end': pass\n        for word in"))
+    said, _ = log.what_if("--app", f"{hanging}:Counter", "--handler-limit", 2, status=3)
+    end = re.search(r"\(at record (\d+); --to (\d+) ends before it\); it said:\n", said)
+    assert end is not None, said
+    assert f"message 4 of record {end[1]} has not come back for" in said
+    assert f'{hanging}.py", line' in said  # where it hangs
+    assert "\\n" not in said
+
+
+@pytest.mark.parametrize("command", ["replay", "verify"])
+def test_a_module_that_hangs_when_it_is_imported(log: Log, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr(host, "CONNECT_TIMEOUT_S", 0.3)
+    hanging = write_module(log.folder, "import threading\nthreading.Event().wait()\n")
+    with contextlib.chdir(log.folder):
+        arguments = ["--home", "home", command, "counter", "--app", f"{hanging}:Counter", "--handler-limit", "0.5"]
+        result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert f"the app {hanging}:Counter did not connect within 0.5 s: its module hangs" in result.stderr
 
 
 def test_what_the_new_code_would_not_repeat_is_warned_of(log: Log) -> None:

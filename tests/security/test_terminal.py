@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from immortal.appsdk.calls.user_code import run_user_code
 from immortal.appsdk.handlers.log import FailureReporter
-from immortal.appsdk.running.runner import print_message
+from immortal.appsdk.running.life import print_message
 from immortal.cli import main
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.interfaces import AuditEntry, Transaction

@@ -319,7 +319,7 @@ class Node:
             self._clock.after(0, self._app_side.look_at_clock)
         return events
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Stop cleanly; if another node has caught up with the log, that one must take over at once."""
         if self.machine is not None and not self.stop_requested:
             self.stop_requested = True

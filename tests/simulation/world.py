@@ -258,7 +258,7 @@ class World:
                     self.marks["open stream moved"] += stream is not None and stream.state is StreamState.OPEN
                     node.post(ev.PeerMoved(name))
         elif kind == "clean stop":
-            node.ask_to_stop()
+            node.request_stop()
         elif kind in ("upgrade", "failing upgrade"):
             self._upgrade(node, fails=kind == "failing upgrade", share=share)
         elif kind == "checkpoint":
@@ -319,7 +319,7 @@ class World:
         node.upgrade_to = machine.state.versions.current + 1
         node.upgrade_fails = fails and self.plan.app != "sdk"
         if share < 0.5:
-            node.ask_to_stop()
+            node.request_stop()
         else:
             node.power_off()
 

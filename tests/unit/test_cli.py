@@ -320,7 +320,7 @@ def test_a_database_that_is_away_hinders_no_stop(registry: Registry, monkeypatch
     with subprocess.Popen(["sleep", "600"]) as process:
         known = ProcessFile(pid=process.pid, started_ns=0)
         monkeypatch.setattr(control, "supervisor", lambda folder: known)
-        monkeypatch.setattr(lifecycle, "is_near", lambda known: True)
+        monkeypatch.setattr(lifecycle, "shares_pid_namespace", lambda known: True)
         try:
             run(registry.home, "stop", "counter", status=1)  # nobody can say with which checkpoint
             assert process.wait(20) == -signal.SIGTERM

@@ -136,7 +136,7 @@ def test_what_is_not_answered_is_asked_for_less_and_less_often() -> None:
         talk.now_s = talk.connection.next_deadline_s()
         pauses.append(round(talk.now_s - before_s, 6))
         (frame,) = talk.sent
-        assert (frame.frame_type, frame.asked_numbers()) == (T.PING, [1])
+        assert (frame.frame_type, frame.requested_numbers()) == (T.PING, [1])
         talk.say(T.PONG, number=1)
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
@@ -313,6 +313,22 @@ def test_names_of_queries() -> None:
     assert "no handler 'subtract' (its handlers: add, total)" in str(nothing.outcome)
 
 
+@pytest.mark.parametrize("name", ["total[key]", "@query.total[key]"])
+def test_keys_of_a_class_that_is_keyed_or_not(name: str) -> None:
+    """A plain handler would take the key as its first argument."""
+    talk = opened()
+    call, unknown = talk.call(name), talk.call("x[key]")
+    talk.welcome(methods={4: "A.total"}, queries=[4])
+    assert talk.types == []
+    assert "'a' has no keys, its class is not keyed: call 'a' without [...]" in str(call.outcome)
+    assert "'a' has no handler 'x' (its handlers: total)" in str(unknown.outcome)
+    talk = opened()
+    call, plain = talk.call(name), talk.call("total")
+    talk.welcome(methods={4: "A[key].total"}, queries=[4])
+    assert talk.types == ["REQUEST"]
+    assert (call.method, plain.method) == (4, 4)
+
+
 def test_an_instance_that_names_no_queries() -> None:
     talk = opened()
     call = talk.call("@query.add")
@@ -374,7 +390,7 @@ def test_a_call_that_is_started_is_there_with_the_first_pong() -> None:
     question = asked(talk, starts=True)
     request, ping = talk.sent
     assert (request.frame_type, request.client_id, request.number) == (T.REQUEST, "key k", 1)
-    assert (ping.frame_type, ping.client_id, ping.asked_numbers()) == (T.PING, "key k", [])
+    assert (ping.frame_type, ping.client_id, ping.requested_numbers()) == (T.PING, "key k", [])
     talk.say(T.PONG, "key k", number=0)  # the request was lost
     assert question.outcome is None
     assert talk.types == ["REQUEST"]
@@ -543,7 +559,7 @@ def test_what_others_may_have_sent_too_is_asked_for_by_sending_it_again() -> Non
     for _ in range(2):
         talk.now_s += 1
         frames = talk.sent
-        assert all(not frame.asked_numbers() for frame in frames if frame.frame_type == T.PING), frames
+        assert all(not frame.requested_numbers() for frame in frames if frame.frame_type == T.PING), frames
     assert {frame.client_id for frame in frames if frame.frame_type == T.REQUEST} == {"script", "key k"}
 
 
@@ -551,7 +567,7 @@ def test_a_handle_says_which_method_it_is_of() -> None:
     talk = with_methods(opened())
     talk.connection.attach(Call("take", b"", lambda call: None), "k")
     (ping,) = talk.sent
-    assert (ping.asked_numbers(), ping.reason) == ([1], "4")
+    assert (ping.requested_numbers(), ping.reason) == ([1], "4")
     other = Call("add", b"", lambda call: None)
     talk.connection.attach(other, "k")
     assert "a call of take" in str(conflict_of(other))

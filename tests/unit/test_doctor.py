@@ -259,7 +259,7 @@ def test_filesystems(mountinfo: Path, folder: str, kind: str, level: Level, word
     mount = machine.mount_of(Path(folder), mountinfo)
     assert mount is not None
     assert mount.kind == kind
-    found = machine._kind(Path(folder), mount)
+    found = machine._check_filesystem(Path(folder), mount)
     assert found.level is level
     assert words in found.what
 

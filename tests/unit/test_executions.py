@@ -323,11 +323,11 @@ def test_what_is_too_old_is_forgotten(tmp_path: Path, monkeypatch: pytest.Monkey
     now_ns, old_ns = time.time_ns(), time.time_ns() - 31 * 86_400 * 10**9
     writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
     for number in range(1, executions.PRUNE_ROWS + 5):
-        writer.began(*_row(number, old_ns))
-        writer.ended(number, "ended", None, (), old_ns, (1, 0))
-    writer.began(*_row(900_000, old_ns))  # it waits
-    writer.began(*_row(900_001, now_ns))
-    writer.ended(900_001, "ended", None, (), now_ns, (1, 0))
+        writer.note_start(*_row(number, old_ns))
+        writer.note_end(number, "ended", None, (), old_ns, (1, 0))
+    writer.note_start(*_row(900_000, old_ns))  # it waits
+    writer.note_start(*_row(900_001, now_ns))
+    writer.note_end(900_001, "ended", None, (), now_ns, (1, 0))
     writer.close()
     with open_index(tmp_path, "shop") as index:
         assert {one.key for one in index.find(Query())} == {900_000, 900_001}
@@ -339,9 +339,9 @@ def test_a_list_that_can_not_be_written_is_told_once_and_holds_nobody_up(tmp_pat
     (tmp_path / FILE_NAME).mkdir()
     writer = ExecutionWriter(tmp_path / FILE_NAME, 30, said.append)
     for number in range(3):
-        writer.began(*_row(number, 1))
+        writer.note_start(*_row(number, 1))
         writer.flush(is_primary=True)
-        writer.called(number, 1, number + 100, "bank")
+        writer.note_call(number, 1, number + 100, "bank")
     assert not writer._parts  # nobody would take them
     writer.close()
     (warning,) = said
@@ -351,9 +351,9 @@ def test_a_list_that_can_not_be_written_is_told_once_and_holds_nobody_up(tmp_pat
 def test_calls_are_listed_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executions, "WAITING_MAX", 10)
     writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
-    writer.began(*_row(1, time.time_ns()))
+    writer.note_start(*_row(1, time.time_ns()))
     for step in range(1, 101):
-        writer.called(1, step, step + 1000, "bank")
+        writer.note_call(1, step, step + 1000, "bank")
         assert len(writer._parts) <= 10
     writer.close()
     with open_index(tmp_path, "shop") as index:
@@ -379,7 +379,7 @@ def test_how_long_they_are_kept(tmp_path: Path, given: dict[str, Any], days: int
 def test_a_search_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     writer = ExecutionWriter(tmp_path / FILE_NAME, 0, pytest.fail)
     for number in range(1, 20_000):
-        writer.began(*_row(number, number))
+        writer.note_start(*_row(number, number))
     writer.close()
     with open_index(tmp_path, "shop", 0) as index, pytest.raises(ExecutionsError, match="takes too long; narrow it"):
         index.find(Query(text="coffee"))
@@ -390,7 +390,7 @@ def test_lists_are_merged_by_what_is_new(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         writer = ExecutionWriter(tmp_path / folder / FILE_NAME, 0, pytest.fail)
         for number in numbers:
-            writer.began(*_row(number, 1 if folder == "old" else 2))
+            writer.note_start(*_row(number, 1 if folder == "old" else 2))
         writer.close()
     assert merge(tmp_path / "old", tmp_path / "new" / FILE_NAME) == 11_996
     assert {path.stat().st_mode & 0o777 for path in tmp_path.glob(f"*/{FILE_NAME}*")} == {0o600}
@@ -401,7 +401,7 @@ def test_lists_are_merged_by_what_is_new(tmp_path: Path) -> None:
 
 def test_where_nothing_is_listed(tmp_path: Path) -> None:
     writer = ExecutionWriter(tmp_path / FILE_NAME, 30, pytest.fail)
-    writer.restored(1, -1, [])
+    writer.note_restore(1, -1, [])
     writer.flush(is_primary=True)
     writer.close()
     assert not (tmp_path / FILE_NAME).exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from immortal.appsdk.nodes.reference_counts import Forgotten, Grant, Holder, Key, Owner, Stage, Tell
+from immortal.appsdk.nodes.reference_counts import Forgotten, Grant, Holder, Key, Owner, SendMessage, Stage
 from tests.helpers.nodes_world import Script, ViolationError, explore
 
 CHAIN: Script = {"o": ("pass p",), "p": ("pass q", "release"), "q": ("pass r", "release"), "r": ("release",)}
@@ -40,18 +40,18 @@ class ForgottenAtOnce(Owner):
     """The key is gone with its node, whatever copies are under way."""
 
     def end(self, key: Key, how: str) -> None:
-        told = self.grants[key].told
+        told = self.grants[key].notified
         super().end(key, how)
         if self.grants.pop(key, None) is not None:
-            self.actions += [Tell(one, Forgotten(key)) for one in told]
+            self.actions += [SendMessage(one, Forgotten(key)) for one in told]
 
 
 class OnlyThoseKnown(Owner):
     """Who gets a copy behind the end is not told."""
 
-    def passed(self, key: Key, to: str) -> bool:
+    def note_passed(self, key: Key, to: str) -> bool:
         told, ended = len(self.actions), self.grants[key].stage == Stage.ENDED
-        found = super().passed(key, to)
+        found = super().note_passed(key, to)
         if ended:
             del self.actions[told:]
         return found
@@ -65,8 +65,8 @@ class ReceiverTells(Holder):
 
 
 class NoTombstone(Holder):
-    def ended(self, owner: str, key: Key, how: str) -> bool:
-        was_held = super().ended(owner, key, how)
+    def note_end(self, owner: str, key: Key, how: str) -> bool:
+        was_held = super().note_end(owner, key, how)
         del self.held[owner, key]
         return was_held
 
@@ -74,7 +74,7 @@ class NoTombstone(Holder):
 class Unreturned(Holder):
     """A copy that comes behind the end is dropped."""
 
-    def not_taken(self, owner: str, key: Key) -> None:
+    def return_copy(self, owner: str, key: Key) -> None:
         return
 
 

@@ -97,7 +97,7 @@ def test_the_forgotten_have_no_value_and_get_no_new_one(keys: Path) -> None:
         assert personal_keys.destroy("ann", "2026-11-29") == key
         assert set(before.read()) == {0}
     assert not [path for path in keys.iterdir() if key.key.encode() in path.read_bytes()]
-    assert sorted(personal_keys.everyone(), key=lambda one: one.subject)[0] == Person("ann", forgotten="2026-11-29")
+    assert sorted(personal_keys.all_persons(), key=lambda one: one.subject)[0] == Person("ann", forgotten="2026-11-29")
     assert (ann.value, ann.forgotten, bob.value, bob.forgotten) == (None, True, MARKER, False)
     assert encode_value(ann) == encoded
     assert str(ann).startswith("<forgotten on 2026-11-29: 'ann' ")
@@ -121,12 +121,12 @@ def test_a_crash_while_a_key_is_destroyed(keys: Path, monkeypatch: pytest.Monkey
         with pytest.raises(PersonalKeyError, match="do it again"):
             personal_keys.destroy("ann", "2026-11-29")
     assert (ann.value is None) == when.startswith("before the old")
-    assert personal_keys.is_left("ann")
+    assert personal_keys.has_leftover_key("ann")
     listed = CliRunner().invoke(main, ["forget", "--list"]).output
     assert ("ann  (the key is left on the disk: forget again)\n" in listed) == when.startswith("before the old")
     personal_keys.destroy("ann", "2026-11-30")
     assert ann.value is None
-    assert not personal_keys.is_left("ann")
+    assert not personal_keys.has_leftover_key("ann")
     assert len(list(keys.iterdir())) == 1
 
 
@@ -221,7 +221,7 @@ def test_what_is_no_key_is_named(keys: Path, monkeypatch: pytest.MonkeyPatch) ->
         Personal("eve", 1)
     monkeypatch.setenv(personal_keys.KEYS_VARIABLE, str(personal_keys._path("bob")))
     with pytest.raises(PersonalKeyError, match="can't be read: Not a directory"):
-        list(personal_keys.everyone())
+        list(personal_keys.all_persons())
 
 
 def test_a_key_is_durable_before_any_process_uses_it(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:

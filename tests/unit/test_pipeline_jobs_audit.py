@@ -90,7 +90,7 @@ def rows_of(batches: object) -> list[Row]:
 def log_of(rows: list[Row]) -> LogReport:
     report = LogReport("x")
     for row in sorted((row for row in rows if row.what == LOG), key=lambda row: row.sequence_id):
-        report.take(row)
+        report.add(row)
     return report
 
 

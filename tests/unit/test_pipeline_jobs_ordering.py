@@ -59,7 +59,7 @@ def _words(results: Iterator[Result]) -> Iterator[tuple[str, str, int, int, Word
 def judge(words: Words) -> tuple[OrderingAudit, list[Violation]]:
     audit = OrderingAudit()
     for source, log, record, batch, word in words:
-        audit.take(source, log, record, batch, json.dumps([word]))
+        audit.add(source, log, record, batch, json.dumps([word]))
     return audit, list(audit.violations({}))
 
 
@@ -80,7 +80,7 @@ def changed(words: Words, change: Callable[[Word], Word | None], wanted: Callabl
 def test_sound_logs_have_no_violations(words: Words) -> None:
     audit, violations = judge(words)
     assert violations == []
-    assert sum(word.kind == "executed" for log in audit._words.values() for word in log) > 100
+    assert sum(word.kind == "executed" for log in audit._facts.values() for word in log) > 100
     assert len({log for _, log, _, _, _ in words}) == 4
 
 

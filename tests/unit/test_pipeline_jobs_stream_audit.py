@@ -39,9 +39,9 @@ def audited(marks: list[Mark], parts: list[Part], sender: str = "a") -> StreamAu
     """Part n is executed with record n, at second n."""
     stream = StreamAudit(sender, "b")
     for each in marks:
-        stream.mark(each)
+        stream.add_mark(each)
     for record, each in enumerate(parts, 1):
-        stream.batch(record, record * 1000 * MS, each)
+        stream.add_batch(record, record * 1000 * MS, each)
     stream.finish()
     return stream
 
@@ -133,13 +133,13 @@ def test_a_log_that_begins_later_goes_on_from_the_first_mark() -> None:
 
 def test_clocks_show_what_was_executed_too_early() -> None:
     stream = StreamAudit("a", "b", tolerance_ns=5 * MS)
-    stream.mark(mark(2, 7, time_ms=100))
-    stream.batch(1, 90 * MS, calls(1, 2, sent_ms=95))  # 5 ms before it was sent: that much clocks may differ
-    stream.batch(2, 200 * MS, calls(3, 3, sent_ms=95))
+    stream.add_mark(mark(2, 7, time_ms=100))
+    stream.add_batch(1, 90 * MS, calls(1, 2, sent_ms=95))  # 5 ms before it was sent: that much clocks may differ
+    stream.add_batch(2, 200 * MS, calls(3, 3, sent_ms=95))
     stream.finish()
     assert found(stream) == []
-    stream.batch(3, 200 * MS, calls(4, 4, sent_ms=94))
-    stream.batch(4, 200 * MS, calls(5, 5, sent_ms=206))
+    stream.add_batch(3, 200 * MS, calls(4, 4, sent_ms=94))
+    stream.add_batch(4, 200 * MS, calls(5, 5, sent_ms=206))
     assert found(stream) == [("causality", 4, 4, 3), ("causality", 5, 5, 4)]
     assert "was sent 6.000 ms before record 7 of 'a'" in stream.findings[0].text
     assert stream.findings[1].text == "message 5 of 'a': logged 6.000 ms before being sent"
@@ -165,9 +165,9 @@ def test_impulses_to_oneself_have_positions_only() -> None:
 def test_of_very_many_findings_only_the_number_stays() -> None:
     count = FINDINGS_PER_STREAM_MAX + 10
     stream = StreamAudit("a", "b")
-    stream.batch(1, 0, calls(1, 1))
+    stream.add_batch(1, 0, calls(1, 1))
     for record in range(2, count + 2):
-        stream.batch(record, 0, calls(1, 1))
+        stream.add_batch(record, 0, calls(1, 1))
     stream.finish()
     assert len(stream.findings) == FINDINGS_PER_STREAM_MAX
     assert stream.figures.counts == {"duplicate": count}

@@ -34,7 +34,7 @@ from tests.helpers.pipeline_logs import make_log, random_specs
 )
 def test_wrong_options(options: dict[str, str], expected: str) -> None:
     with pytest.raises(SourceError) as caught:
-        Options.of(options)
+        Options.parse(options)
     assert str(caught.value).startswith(expected)
 
 
@@ -52,7 +52,7 @@ def test_wrong_options(options: dict[str, str], expected: str) -> None:
 )
 def test_a_class_that_is_not_there(decode: str, expected: str) -> None:
     with pytest.raises(LoadError) as caught:
-        Reader(Options.of({"decode": decode}), SCHEMAS["messages"])
+        Reader(Options.parse({"decode": decode}), SCHEMAS["messages"])
     assert str(caught.value).startswith(expected)
 
 
@@ -64,7 +64,7 @@ def test_a_class_by_instance() -> None:
 def test_a_column_that_is_not_there() -> None:
     for name in ("position", "nothing"):
         with pytest.raises(SourceError, match=f"has no column '{name}' of type string: it has instance string, "):
-            Reader(Options.of({}), StructType([StructField(name, StringType())]))
+            Reader(Options.parse({}), StructType([StructField(name, StringType())]))
 
 
 def test_what_is_no_stream() -> None:
@@ -124,7 +124,7 @@ def test_two_logs_of_one_instance_are_named(tmp_path: Path) -> None:
     folders = [str(make_log(tmp_path / name, "alice", random_specs(1, 5))) for name in ("one", "two")]
     try:
         with pytest.raises(SourceError, match=f"{folders[0]} and {folders[1]} are both logs of 'alice': give one"):
-            Reader(Options.of({"path": ",".join(folders)}), SCHEMAS["messages"]).partitions()
+            Reader(Options.parse({"path": ",".join(folders)}), SCHEMAS["messages"]).partitions()
     finally:
         close_shared()
 

@@ -138,7 +138,7 @@ def test_two_ports_for_an_app(registry: Registry) -> None:
     assert len(taken) == 3
     other = registry.register("b", "tcp://127.0.0.1:*", app_send_port=7003)
     assert (other.app_send_port, other.app_send_mode) == (7003, AppSendMode.CONNECT)
-    assert {7003} | taken <= registry._ports_taken()
+    assert {7003} | taken <= registry._find_used_ports()
 
 
 def test_an_address_of_another_machine_is_refused(registry: Registry) -> None:

@@ -272,3 +272,35 @@ def test_what_takes_long_is_said_of_the_handler_itself() -> None:
             ("Slow.work", "test", 1),
             ("Slow.work", "test", 3),
         ]
+
+
+class Defaults(Immortal):
+    log: list[list[int]]
+
+    def __init__(self) -> None:
+        self.log = []
+
+    @rpc
+    def take(self, number: int, numbers: list[int] = [], *, more: set[int] = set()) -> list[int]:  # noqa: B006
+        numbers.append(number)
+        more.add(number)
+        self.log.append([*numbers, *more])
+        return numbers
+
+    @rpc
+    async def wait(self, number: int, numbers: list[int] = []) -> list[int]:  # noqa: B006
+        numbers.append(number)
+        return await immortal.step(self.take, number) + numbers
+
+    @rpc
+    def twice(self) -> list[list[int]]:
+        return [self.take(1), self.take(2)]
+
+
+def test_defaults_that_can_change_belong_to_one_call() -> None:
+    """Each log is replayed at the end: with one list for all calls the replay would send and keep others."""
+    with Environment() as env:
+        one = env.start(Defaults, "one")
+        assert one.call(Defaults.twice) == [[1], [2]]
+        assert [one.call(Defaults.wait, number) for number in (3, 4)] == [[3, 3], [4, 4]]
+        assert one.state.log == [[1, 1], [2, 2], [3, 3], [4, 4]]

@@ -12,7 +12,7 @@ import pytest
 import immortal
 from immortal import Immortal, every, impulse, rpc
 from immortal.appsdk.calls.context import datetime_of
-from immortal.appsdk.waiting.impulses import ToldTime
+from immortal.appsdk.waiting.impulses import LoggedTime
 from immortal.coordinator.core import events as ev
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.extensions import AppTime, decode_app_time, encode_app_time
@@ -156,9 +156,9 @@ def test_a_step_while_the_app_is_down_is_told_to_the_next(one: Sleeping) -> None
 
 
 def test_old_logs_say_nothing_of_steps() -> None:
-    decode = msgspec.msgpack.Decoder(ToldTime).decode
-    assert decode(msgspec.msgpack.encode([7])) == ToldTime(7)
-    assert decode(msgspec.msgpack.encode([7, {3: 9}])) == ToldTime(7, {3: 9}, 0)
+    decode = msgspec.msgpack.Decoder(LoggedTime).decode
+    assert decode(msgspec.msgpack.encode([7])) == LoggedTime(7)
+    assert decode(msgspec.msgpack.encode([7, {3: 9}])) == LoggedTime(7, {3: 9}, 0)
 
 
 # --- on the wire -----------------------------------------------------------------------------------------------------
@@ -212,5 +212,5 @@ def test_an_app_without_anything_that_waits_logs_no_step() -> None:
     tasks = life.dispatcher.tasks
     tasks.use(life.dispatcher.definition, None)
     tasks.time_impulses.start()
-    tasks.time_impulses.jumped(7, 5)
+    tasks.time_impulses.note_jump(7, 5)
     assert MessageType.IMPULSE_BATCH not in life.sent_types

@@ -480,7 +480,7 @@ def test_each_task_of_a_worker_has_its_own(tmp_path: Any) -> None:
         assert both == f"{CLEAN} {changed('task')}"
     life = _Life("worker", task_functions({"spoil": spoil_task}), None)
     run = Run("batch", "spoil", 0, 2, msgspec.msgpack.encode(["one", "two"]))
-    life._do(None, run)  # type: ignore[arg-type]
+    life._execute_run(None, run)  # type: ignore[arg-type]
     assert life._response is not None
     assert msgspec.msgpack.decode(life._response.values) == [CLEAN, CLEAN]
     assert seen() == CLEAN

@@ -14,7 +14,7 @@ from immortal import Immortal, cron, every, rpc
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, TIME_NS_MAX, Cron
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.inspection import inspect_state
-from immortal.appsdk.waiting.impulses import ToldTime
+from immortal.appsdk.waiting.impulses import LoggedTime
 from immortal.coordinator.core import events as ev
 from immortal.errors import DefinitionError
 from immortal.protocol.messages import RpcType
@@ -187,4 +187,4 @@ def test_what_the_log_knows_nothing_of_has_not_begun() -> None:
     assert arguments == (START_TIME_NS, {run_id: ns("2023-11-15T03:30:00Z"), later_id: ns("2023-11-15T11:00:00Z")})
     life.give(logged(2, [call(CLOCK_METHOD_ID, *arguments, rpc_type=RpcType.IMPULSE)]))
     assert clock.schedules[later_id] == ns("2023-11-15T11:00:00Z")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode([5]), type=ToldTime) == ToldTime(5)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode([5]), type=LoggedTime) == LoggedTime(5)

@@ -151,7 +151,7 @@ def test_the_calls_before_a_failure_come_first() -> None:
     class NoTransport:
         """Takes what the last words are."""
 
-        def send_last_words(self, timeout_s: float) -> None:
+        def send_last_output(self, timeout_s: float) -> None:
             run.output.receive_data(b"".join(run.dispatcher.data_to_send()))
 
     run = Run(Failing)

@@ -132,6 +132,17 @@ class Shop(Immortal):
         return order.count
 
 
+class Joined(Immortal):
+    rows: Table[str, int]
+
+    @rpc
+    def join(self) -> list[dict[str, int]]:
+        self.rows |= {"b": 1}
+        joined = [self.rows | {"c": 2}, {"b": 5, "c": 2} | self.rows]
+        self.rows |= [("b", 3), ("a", 4)]
+        return joined
+
+
 @pytest.fixture(params=[False, True], ids=["in memory", "in a file"])
 def small_limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
@@ -605,6 +616,15 @@ def test_a_table_takes_rows_from_a_view_of_itself() -> None:
     shop = Shop()
     shop.stock = ChainMap({"cake": 1}, shop.stock)  # type: ignore[assignment]
     assert shop.stock == {"bread": 3, "cake": 1}
+
+
+def test_tables_and_other_mappings_are_joined() -> None:
+    with Environment() as env:
+        shop = env.start(Joined, "shop")
+        assert shop.call(Joined.join) == [{"b": 1, "c": 2}, {"b": 1, "c": 2}]
+        shop.crash()
+        shop.recover()
+        assert shop.state.rows == {"a": 4, "b": 3}
 
 
 def test_a_handle_is_no_row() -> None:

@@ -117,14 +117,14 @@ def test_a_clock_that_jumps_makes_up_for_what_was_due_with_one_run() -> None:
 @pytest.mark.source
 def test_time_costs_turns_only_where_something_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = 0
-    handle = Machine.take
+    handle = Machine.handle
 
     def counted(machine: Machine, events: Sequence[Event], now_ns: int) -> list[Effect]:
         nonlocal turns
         turns += 1
         return handle(machine, events, now_ns)
 
-    monkeypatch.setattr(Machine, "take", counted)
+    monkeypatch.setattr(Machine, "handle", counted)
     with Environment() as env:
         env.start(Bank, "bank")
         waiting = env.start(Ticking, "ticking")

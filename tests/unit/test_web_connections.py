@@ -29,7 +29,7 @@ LARGE = 64 << 20
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """ "/known..." shows the token; "/large..." is answered with much; all others with a letter."""
     if scope["path"].startswith("/known"):
-        scope["state"][PLACE].know()
+        scope["state"][PLACE].mark_known()
     body = b"x" * (LARGE if scope["path"].endswith("large") else 1)
     length = str(len(body)).encode()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})

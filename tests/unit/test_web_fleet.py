@@ -70,7 +70,7 @@ def test_the_first_page_waits_for_no_instance_that_takes_long(registry: Registry
         assert fleet.rows()[0].state == "asked just now"
         answers.set()
         until(lambda: fleet.rows()[0].state == "running")
-        fleet.look(30.0)
+        fleet.refresh(30.0)
         assert [row.name for row in fleet.rows()] == ["slow", "stopped"]
     fleet.close()
 
@@ -91,7 +91,7 @@ def test_the_times_of_streams_outlive_a_log_that_is_read_or_lost(tmp_path: Path)
     registry, logs = Registry(tmp_path), Logs()
     fleet = Fleet(registry, logs.locked)
     with logs.locked(registry.load("callee")):
-        assert fleet._timed("callee", {"sequence_id": 0}) == {}, "it waits for no other request"
+        assert fleet._current_times("callee", {"sequence_id": 0}) == {}, "it waits for no other request"
     fleet._times.clear()
     times = fleet.row("callee").times
     assert (times["caller"].p50_ns, times["caller"].p99_ns, times["caller"].has_calls) == (LATENCY_NS, LATENCY_NS, True)
@@ -103,7 +103,7 @@ def test_the_times_of_streams_outlive_a_log_that_is_read_or_lost(tmp_path: Path)
 
 def test_who_comes_and_who_goes(registry: Registry) -> None:
     fleet = Fleet(registry, Logs().locked)
-    fleet.look(30.0)
+    fleet.refresh(30.0)
     registry.register("added", peer="tcp://127.0.0.1:*")
     assert [row.name for row in fleet.rows()] == ["added", "slow", "stopped"]
     (registry.home / "stopped.toml").unlink()

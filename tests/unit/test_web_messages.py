@@ -54,7 +54,7 @@ def at(message: pages.Message) -> At:
     "wanted", [Wanted(), Wanted(method="method 2"), Wanted(size_min_bytes=40), Wanted(pattern="x")]
 )
 def test_pages_have_each_message_once(reader: LogReader, limit: int, wanted: Wanted) -> None:
-    expected = [at(one) for one in all_of(reader) if Filter(wanted).takes(one)]
+    expected = [at(one) for one in all_of(reader) if Filter(wanted).matches(one)]
     on: list[At] = []
     place: At | None = (0, 0)
     while place is not None:
@@ -104,7 +104,7 @@ def test_where_a_message_of_a_stream_is(folders: list[str]) -> None:
 
 def test_times(reader: LogReader) -> None:
     times = Times(reader)
-    known = [times.of(record) for record in range(times.first, times.last + 1)]
+    known = [times.time_ns(record) for record in range(times.first, times.last + 1)]
     for time_ns in (0, *(one + offset for one in known for offset in (-1, 0, 1)), 1 << 62):
         expected = next((record for record, one in enumerate(known, times.first) if one >= time_ns), times.last + 1)
         assert times.first_from(time_ns) == expected
@@ -113,7 +113,7 @@ def test_times(reader: LogReader) -> None:
 @pytest.mark.parametrize("buckets", [1, 3, 160])
 def test_counts_of_a_lane(reader: LogReader, buckets: int) -> None:
     times = Times(reader)
-    known = [times.of(record) for record in range(times.first, times.last + 1)]
+    known = [times.time_ns(record) for record in range(times.first, times.last + 1)]
     first, last = known[3], known[-5]
     expected = [0] * buckets
     for time_ns in known:

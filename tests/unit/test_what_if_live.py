@@ -343,12 +343,12 @@ def found(record: int, kind: str = "changed") -> Found:
 def test_a_report_shows_the_first_lines_of_a_handler_and_counts_the_others() -> None:
     report = LiveReport({"shop": "shop_v2:Shop"})
     assert not report.is_different
-    lines = [report.take(found(record)) for record in range(LINES_MAX + 5)]
+    lines = [report.add(found(record)) for record in range(LINES_MAX + 5)]
     assert lines[0] == "shop, record 0, message 0: was <b>1</b>; would be 2 (0.2 s later)"
     assert lines[LINES_MAX - 1].endswith("; further ones like this are only counted")
     assert lines[LINES_MAX:] == [""] * 5
-    assert report.take(found(99, "missing"))
-    assert report.take(replace(found(100, "missing"), count=41))
+    assert report.add(found(99, "missing"))
+    assert report.add(replace(found(100, "missing"), count=41))
     shown = "\n".join(report.lines())
     assert "shop     till  Till.sell  changed         15" in shown
     assert "shop     till  Till.sell  missing         42" in shown
@@ -360,18 +360,18 @@ def test_a_report_shows_the_first_lines_of_a_handler_and_counts_the_others() -> 
 
 def test_a_report_goes_on_with_the_counts_of_an_earlier_process() -> None:
     report = LiveReport({"shop": "shop_v2:Shop"})
-    report.take(Note("shop", "from checkpoint 1 on", follows=True))
+    report.add(Note("shop", "from checkpoint 1 on", follows=True))
     assert report.marks == {"shop": Mark()}
-    report.take(Progress("shop", 7, 10, 8, 0.1))
-    report.take(Progress("shop", 9, 12, 9, 0.1))
-    report.restarts("shop", 10)
+    report.add(Progress("shop", 7, 10, 8, 0.1))
+    report.add(Progress("shop", 9, 12, 9, 0.1))
+    report.note_restart("shop", 10)
     assert report.marks == {"shop": Mark(9, 10)}
-    report.take(Note("shop", "it ended", follows=False))
+    report.add(Note("shop", "it ended", follows=False))
     assert report.following == {"shop": False}
     assert "not followed at the end: shop" in report.lines()
-    report.take(Note("shop", "from checkpoint 2 on", follows=True))
+    report.add(Note("shop", "from checkpoint 2 on", follows=True))
     assert report.marks == {"shop": Mark(9, 10)}  # with --from it would come to that record again
-    report.take(Progress("shop", 12, 3, 3, 0.2))
+    report.add(Progress("shop", 12, 3, 3, 0.2))
     assert report.totals == [Progress("shop", 12, 15, 12, 0.2)]
     assert report.line == "15 messages, 12 calls the same, 0 different, 0.2 s behind"
     assert not report.is_different

@@ -53,7 +53,7 @@ def test_progress_names_the_round_and_who_ended_last() -> None:
 
     shown = Progress()
     shown.watch(type("Spark", (), {"sparkContext": type("Context", (), {"statusTracker": Tracker})}))  # type: ignore[arg-type]
-    shown.say("round 0, services", lambda: [f"s{number}" for number in range(7)])
+    shown.show_step("round 0, services", lambda: [f"s{number}" for number in range(7)])
     assert shown.__rich__() == "round 0, services: 7 of 20 tasks (s2, s3, s4, s5, s6)"
-    shown.say("exporting")
+    shown.show_step("exporting")
     assert shown.__rich__() == "exporting: 7 of 20 tasks"

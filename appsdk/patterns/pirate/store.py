@@ -30,7 +30,7 @@ import lmdb
 
 from immortal.appsdk.patterns.pirate.frames import STORE_ID_SIZE_BYTES, Frame, Kind, StoreError
 from immortal.protocol.checksum import crc64
-from immortal.protocol.files import FILE_MODE, make_folder, openness
+from immortal.protocol.files import FILE_MODE, describe_open_access, make_folder
 
 # Limits of stored replies, for each name of a key (without keys: all clients together).
 REPLIES_OF_CLIENT_MAX = 4096
@@ -140,7 +140,7 @@ class ReplyStore:
         self.folder = Path(folder)
         self.limits = limits or Limits()
         make_folder(self.folder)
-        if (problem := openness(self.folder)) is not None:
+        if (problem := describe_open_access(self.folder)) is not None:
             raise StoreError(problem)
         try:
             self._environment = lmdb.open(

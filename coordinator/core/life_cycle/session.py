@@ -240,8 +240,8 @@ class AppSession:
         rules = self._rules.get(destination)
         if rules is None:
             # The calls of an app of the base protocol that wait for an answer do not name the caller.
-            speaks = not INTRODUCED.isdisjoint(self.extensions)
-            rules = self._rules[destination] = from_app(own_name, destination, speaks=speaks)
+            knows_extensions = not INTRODUCED.isdisjoint(self.extensions)
+            rules = self._rules[destination] = from_app(own_name, destination, knows_extensions=knows_extensions)
         return rules
 
     def sources_record(self, batches: Sequence[BatchSource]) -> bytes | None:

@@ -19,7 +19,7 @@ import msgspec
 
 from immortal.appsdk.patterns.clone import copies, publication
 from immortal.bench.harness import IMMORTAL, Context, Figure, rate
-from immortal.bench.processes import BenchError, hear, register, running, start_module, tell
+from immortal.bench.processes import BenchError, read_line, register, running, start_module, write_line
 from immortal.bench.workload import Measured
 from immortal.client import connect
 from immortal.patterns.clone import Change, Table
@@ -39,13 +39,13 @@ class _Copies:
         swarm = partial(start_module, __name__, "prices", str(home), str(CLIENTS // _PROCESSES), *publishers)
         self._processes = [stack.enter_context(swarm()) for _ in range(_PROCESSES)]
         for process in self._processes:
-            hear(process, "a process with copies of a table")
+            read_line(process, "a process with copies of a table")
 
     def wait(self, number: int) -> list[dict[str, Any]]:
         """Wait until all copies have update ``number``."""
         for process in self._processes:
-            tell(process, str(number))
-        return [json.loads(hear(process, "a process with copies")) for process in self._processes]
+            write_line(process, str(number))
+        return [json.loads(read_line(process, "a process with copies")) for process in self._processes]
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def _processes(home: Path) -> Iterator[str]:
             forward = start_module(
                 "immortal.patterns.clone", "forward", "prices", *upstream, env=environment, stderr=subprocess.DEVNULL
             )
-            place = hear(stack.enter_context(forward), "a forwarder").split()[-1]
+            place = read_line(stack.enter_context(forward), "a forwarder").split()[-1]
         yield place
 
 
@@ -91,7 +91,7 @@ def _delay_ms(table: Table, copies: _Copies) -> float:
 
 
 @contextlib.contextmanager
-def _one_that_reads_nothing(home: Path) -> Iterator[None]:
+def _slow_client(home: Path) -> Iterator[None]:
     """Run a client that reads no change: above its high-water mark changes are dropped, for it alone."""
     with (
         mock.patch.object(copies, "CHANGES_WAITING_MAX", 10),
@@ -122,7 +122,7 @@ def clone(context: Context) -> list[Figure]:
         for publishers, what, meanwhile in (
             ((), f"{CLIENTS} copies", contextlib.nullcontext()),
             ((leaf,), f"{CLIENTS} copies, three levels", contextlib.nullcontext()),
-            ((), f"{CLIENTS} copies, beside one that reads nothing", _one_that_reads_nothing(home)),
+            ((), f"{CLIENTS} copies, beside one that reads nothing", _slow_client(home)),
             ((), f"{CLIENTS} copies, entitled to a subtree", _entitled(table)),
         ):
             with ExitStack() as stack:

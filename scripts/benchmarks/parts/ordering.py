@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from immortal.bench.harness import IMMORTAL, Context, Figure, Target, rate
-from immortal.bench.processes import BenchError, hear, register, running, start_module, tell
+from immortal.bench.processes import BenchError, read_line, register, running, start_module, write_line
 from immortal.bench.workload import Measured
 from immortal.client import connect
 from scripts.benchmarks.apps import Fan, Sink
@@ -55,9 +55,9 @@ class Sequencer:
     def wait(self, count: int) -> None:
         """Wait until all receivers have all messages, of which ``count`` are the last ones."""
         for receiver in self._receivers:
-            tell(receiver, str(self._last))
+            write_line(receiver, str(self._last))
         for receiver in self._receivers:
-            if (said := hear(receiver, "a receiver of the sequencer")) != "done":
+            if (said := read_line(receiver, "a receiver of the sequencer")) != "done":
                 raise BenchError(f"a receiver of the sequencer is {said}")
 
 

@@ -15,7 +15,7 @@ import zmq
 
 from immortal.bench.apps import Callee
 from immortal.bench.harness import IMMORTAL, Context, Figure, rate, values
-from immortal.bench.processes import BenchError, cpu_s, hear, register, running, start_module
+from immortal.bench.processes import BenchError, cpu_s, read_line, register, running, start_module
 from immortal.bench.workload import Measured
 from immortal.patterns.pirate import Request, Server, connect_instances
 from immortal.patterns.pirate import connect as connect_pirate
@@ -46,7 +46,7 @@ def _side(pids: Sequence[int], ask: Callable[[], int]) -> Side:
     return run
 
 
-def _one_by_one(pids: Sequence[int], request: Callable[[bytes], bytes]) -> Side:
+def _sequential(pids: Sequence[int], request: Callable[[bytes], bytes]) -> Side:
     def ask() -> int:
         if (reply := request(BODY)) != BODY:
             raise BenchError(f"a wrong reply: {reply!r}")
@@ -55,7 +55,7 @@ def _one_by_one(pids: Sequence[int], request: Callable[[bytes], bytes]) -> Side:
     return _side(pids, ask)
 
 
-def _together(stack: ExitStack, pids: Sequence[int], connector: Any, request: Callable[[Any], Any]) -> Side:
+def _concurrent(stack: ExitStack, pids: Sequence[int], connector: Any, request: Callable[[Any], Any]) -> Side:
     """Return requests that are awaited together, at a pool of several servers; bare sockets can't do that."""
     runner, pool = stack.enter_context(_entered(connector))
 
@@ -83,7 +83,7 @@ def _servers(stack: ExitStack, kind: str, home: Path, count: int) -> tuple[list[
     """Start servers; return their endpoints and process IDs."""
     store = [str(home / f"{kind}-{count}")] if kind == "stored" else []
     processes = [stack.enter_context(start_module(__name__, "server", kind, *store)) for _ in range(count)]
-    return [hear(one, f"a server of kind {kind!r}") for one in processes], [one.pid for one in processes]
+    return [read_line(one, f"a server of kind {kind!r}") for one in processes], [one.pid for one in processes]
 
 
 def _bare_request(stack: ExitStack, endpoint: str) -> Callable[[bytes], bytes]:
@@ -110,14 +110,16 @@ def pirate(context: Context) -> list[Figure]:
         for name, kind in KINDS.items():
             endpoints, server_pids = _servers(stack, kind, home, 1)
             if name == BARE:
-                one[name] = _one_by_one(server_pids, _bare_request(stack, endpoints[0]))
+                one[name] = _sequential(server_pids, _bare_request(stack, endpoints[0]))
                 continue
-            one[name] = _one_by_one(server_pids, stack.enter_context(connect_pirate(endpoints)).request)
+            one[name] = _sequential(server_pids, stack.enter_context(connect_pirate(endpoints)).request)
             endpoints, server_pids = _servers(stack, kind, home, SERVERS)
-            many[name] = _together(stack, server_pids, connect_pirate(endpoints), lambda pool: pool.request(BODY))
-        one[PEERS] = _one_by_one(pids[0], stack.enter_context(connect_instances(Callee, ["echo-0"], home=home)).echo)
+            many[name] = _concurrent(stack, server_pids, connect_pirate(endpoints), lambda pool: pool.request(BODY))
+        one[PEERS] = _sequential(pids[0], stack.enter_context(connect_instances(Callee, ["echo-0"], home=home)).echo)
         all_peers = connect_instances(Callee, "echo-*", home=home)
-        many[PEERS] = _together(stack, [one for some in pids for one in some], all_peers, lambda pool: pool.echo(BODY))
+        many[PEERS] = _concurrent(
+            stack, [one for some in pids for one in some], all_peers, lambda pool: pool.echo(BODY)
+        )
         for what, sides in (
             ("one request at a time", one),
             (f"{AT_A_TIME} requests at a time, {SERVERS} servers", many),

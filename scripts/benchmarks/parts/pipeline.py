@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from immortal.bench.harness import Context, Figure, rate
-from immortal.bench.processes import MIB, hear, start_module
+from immortal.bench.processes import MIB, read_line, start_module
 from immortal.bench.workload import Measured
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.log import RowLogStore, create_log, open_reader
@@ -111,7 +111,7 @@ class LiveWriter:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
-        hear(process, "a live writer")  # now the log exists
+        read_line(process, "a live writer")  # now the log exists
 
     def release(self) -> None:
         """Let the writer end at its limits."""

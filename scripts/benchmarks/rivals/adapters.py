@@ -14,7 +14,7 @@ from subprocess import Popen
 from immortal.bench.calls import Caller
 from immortal.bench.harness import Context
 from immortal.bench.one_way import Load
-from immortal.bench.processes import BenchError, cpu_s, hear, start_module, tell
+from immortal.bench.processes import BenchError, cpu_s, read_line, start_module, write_line
 from immortal.bench.workload import Measured
 from scripts.benchmarks.rivals import servers
 from tests.helpers.postgres import binaries
@@ -35,7 +35,7 @@ def grpc_caller(name: str, relays: int = 0) -> Iterator[Caller]:
         address: list[str] = []
         for index in range(relays + 1):
             server = stack.enter_context(start_module(GRPC_MODULE, "server", kind, *address))
-            address = [hear(server, f"the server of {name}")]
+            address = [read_line(server, f"the server of {name}")]
             servers[f"server {index + 1}"] = server
         yield Caller(
             name, {"client": stack.enter_context(start_module(GRPC_MODULE, "client", kind, *address)), **servers}
@@ -52,8 +52,8 @@ class GrpcStreams:
         calls = each * load.senders * load.receivers
         before = self._cpu_s()
         for client in self._clients:
-            tell(client, json.dumps({"sizes": load.sizes, "calls": each}))
-        counted = [json.loads(hear(client, "a gRPC client")) for client in self._clients]
+            write_line(client, json.dumps({"sizes": load.sizes, "calls": each}))
+        counted = [json.loads(read_line(client, "a gRPC client")) for client in self._clients]
         expected = (calls, calls // len(load.sizes) * sum(load.sizes))
         if (sum(one["calls"] for one in counted), sum(one["bytes"] for one in counted)) != expected:
             raise BenchError(f"the gRPC servers counted {counted}; {expected} calls and bytes were sent")
@@ -69,7 +69,7 @@ class GrpcStreams:
 def grpc_streams(senders: int = 1, receivers: int = 1) -> Iterator[GrpcStreams]:
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(start_module(GRPC_MODULE, "server", "stream")) for _ in range(receivers)]
-        addresses = [hear(server, "a gRPC server") for server in servers]
+        addresses = [read_line(server, "a gRPC server") for server in servers]
         client = partial(start_module, GRPC_MODULE, "client", "stream", *addresses)
         yield GrpcStreams([stack.enter_context(client()) for _ in range(senders)], servers)
 
@@ -112,7 +112,7 @@ def has_dbos(context: Context) -> bool:
 def dbos(name: str, url: str) -> Iterator[Caller]:
     """Run DBOS with its tables in the database ``url``."""
     with start_module(STEPS_MODULE, "dbos", url) as process:
-        hear(process, name)
+        read_line(process, name)
         yield Caller(name, {"app": process})
 
 
@@ -125,6 +125,6 @@ def _dbos_postgres(home: Path) -> Iterator[Caller]:
 @contextlib.contextmanager
 def _restate(home: Path) -> Iterator[Caller]:
     with servers.restate(home) as server, start_module(STEPS_MODULE, "restate-server") as service:
-        server.register(hear(service, RESTATE))
+        server.register(read_line(service, RESTATE))
         with start_module(STEPS_MODULE, "restate-client", str(server.ingress)) as client:
             yield Caller(RESTATE, {"client": client, "service": service})

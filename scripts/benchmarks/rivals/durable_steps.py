@@ -15,7 +15,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from immortal.bench.workload import measure_in_tasks, measure_in_threads, read_runs, say
+from immortal.bench.workload import measure_in_tasks, measure_in_threads, print_result, read_runs
 from scripts.benchmarks.rivals import STEPS, step
 
 POOL_SIZE_MAX = 64
@@ -46,7 +46,7 @@ def run_dbos(url: str) -> None:
     DBOS.launch()
     print("ready", flush=True)
     for run in read_runs(sys.stdin):
-        say(measure_in_threads(run, echo))
+        print_result(measure_in_threads(run, echo))
 
 
 def serve_restate() -> None:
@@ -77,7 +77,7 @@ async def call_restate(path: str) -> None:
     for run in await asyncio.to_thread(lambda: read_runs(sys.stdin)):
         connections = [await asyncio.open_unix_connection(path) for _ in range(run.outstanding)]
         calls = [partial(_post, *connection) for connection in connections]
-        say(await measure_in_tasks(run, calls))
+        print_result(await measure_in_tasks(run, calls))
         for _, writer in connections:
             writer.close()
 

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from immortal.bench.workload import measure_in_tasks, measure_in_threads, read_runs, say
+from immortal.bench.workload import measure_in_tasks, measure_in_threads, print_result, read_runs
 
 SERVICE, ECHO, TAKE = "Callee", "Echo", "Take"
 ECHO_PATH, TAKE_PATH = f"/{SERVICE}/{ECHO}", f"/{SERVICE}/{TAKE}"
@@ -30,7 +30,7 @@ STREAM_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_messa
 
 def _handlers(echo: Callable[[bytes, Any], Any]) -> Any:
     """Return handlers of plain bytes, without protobuf, which would only cost time."""
-    methods = {ECHO: grpc.unary_unary_rpc_method_handler(echo), TAKE: grpc.stream_unary_rpc_method_handler(_take)}
+    methods = {ECHO: grpc.unary_unary_rpc_method_handler(echo), TAKE: grpc.stream_unary_rpc_method_handler(_receive)}
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
@@ -42,7 +42,7 @@ async def _echo_async(request: bytes, context: Any) -> bytes:
     return request
 
 
-def _take(requests: Iterator[bytes], context: Any) -> bytes:
+def _receive(requests: Iterator[bytes], context: Any) -> bytes:
     calls = received_bytes = 0
     for data in requests:
         calls += 1
@@ -79,14 +79,14 @@ def call_threads(address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(ECHO_PATH)
         for run in read_runs(sys.stdin):
-            say(measure_in_threads(run, call))
+            print_result(measure_in_threads(run, call))
 
 
 async def call_asyncio(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.unary_unary(ECHO_PATH)
         for run in read_runs(sys.stdin):
-            say(await measure_in_tasks(run, [call] * run.outstanding))
+            print_result(await measure_in_tasks(run, [call] * run.outstanding))
 
 
 def call_streams(*addresses: str) -> None:

@@ -26,8 +26,8 @@ from psycopg import conninfo, errors, pq
 from immortal.coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
 from immortal.coordinator.core.interfaces import Standby
 from immortal.protocol import decoding
-from immortal.protocol.files import ProcessFile, is_living, own_fields
-from immortal.protocol.shared_registry import error_line, for_writing
+from immortal.protocol.files import ProcessFile, current_process_fields, is_living
+from immortal.protocol.shared_registry import error_line, writer_parameters
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -79,8 +79,8 @@ def connect(address: Address) -> Connection:
 
     Raises LogUnavailableError, LogError.
     """
-    given = for_writing(conninfo.conninfo_to_dict(address.database), f"immortal {address.instance or ''}".strip())
-    with reaching(address):
+    given = writer_parameters(conninfo.conninfo_to_dict(address.database), f"immortal {address.instance or ''}".strip())
+    with translated_errors(address):
         connection: Connection = psycopg.connect(**given)
         try:
             if connection.info.server_version < VERSION_MIN:
@@ -100,7 +100,7 @@ def is_broken(connection: Connection) -> bool:
 
 
 @contextlib.contextmanager
-def reaching(address: Address) -> Iterator[None]:
+def translated_errors(address: Address) -> Iterator[None]:
     """Translate the database's errors: temporary ones into LogUnavailableError, others into LogFullError, LogError."""
     try:
         yield
@@ -136,7 +136,7 @@ class Connections:
         except IndexError:
             connection = connect(self._address)
         try:
-            with reaching(self._address):
+            with translated_errors(self._address):
                 yield connection
         except BaseException:
             connection.close()
@@ -176,7 +176,7 @@ class Process(ProcessFile, frozen=True, kw_only=True):
 
 
 def current_process() -> Process:
-    return Process(space=_space(), nonce=secrets.token_hex(8), **own_fields())
+    return Process(space=_space(), nonce=secrets.token_hex(8), **current_process_fields())
 
 
 def process_name() -> str:
@@ -327,7 +327,7 @@ class Lease:
         connection: Connection | None = None
         while not self._ended.wait(self._length_s / RENEWALS):
             # A failed renewal is repeated next time, or the lease runs out: no append depends on it.
-            with contextlib.suppress(LogError), reaching(self._address):
+            with contextlib.suppress(LogError), translated_errors(self._address):
                 if connection is None or is_broken(connection):
                     connection = connect(self._address)
                     connection.execute("SET synchronous_commit = off")  # nothing of value can be lost
