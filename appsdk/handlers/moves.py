@@ -23,6 +23,7 @@ from immortal.appsdk.handlers.decorators import Handler, query, rpc
 from immortal.appsdk.handlers.definition import blocks, range_of, shard_name
 from immortal.appsdk.state.schema import Transient
 from immortal.appsdk.state.table import Table
+from immortal.appsdk.types.handles import MARK
 from immortal.protocol import decoding
 from immortal.protocol.client_frames import Caller
 from immortal.protocol.messages import RpcType
@@ -117,6 +118,9 @@ class Moving:
         if moves is None or relay is None or context.source not in (None, relay.to):
             return False
         del moves.relays[number]
+        if MARK in value:
+            context.nodes.accounts.count_incoming(value)
+            context.carries_handles = True
         if relay.method_id == CANCEL_CALL_METHOD_ID:
             caller = Caller(relay.caller, relay.number, relay.method_id)
             context.tasks.answers.answer_value(caller, decoding.decode(value, type=bool))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import immortal
-from immortal import Immortal, peers, query, rpc, upgrades
+from immortal import Handle, Immortal, Node, peers, query, rpc, upgrades
 from immortal.appsdk.calls.outbox import encode_call, make_writer
 from immortal.appsdk.handlers import moves
 from immortal.appsdk.handlers.definition import blocks, range_of
@@ -231,3 +231,48 @@ def test_a_shard_that_missed_moves_learns_them_first(env: Environment) -> None:
     carts.count = 1
     assert env.change_shards(carts, 3) == []
     assert [one.state.shards for one in carts.instances] == [3, 3, 3, 3]  # type: ignore[attr-defined]
+
+
+class Part(Node):
+    used: int = 0
+
+    @rpc
+    def use(self) -> int:
+        self.used += 1
+        return self.used
+
+
+class Echo(Immortal, keyed=str):
+    @rpc
+    def echo(self, part: Handle[Part]) -> Handle[Part]:
+        return part
+
+
+class Owner(Immortal, nodes=(Part,)):
+    echoes = peers(Echo, "echoes", shards=2)
+    parts: list[Handle[Part]]
+
+    def __init__(self) -> None:
+        self.parts = []
+
+    @rpc
+    def make(self) -> None:
+        self.parts.append(immortal.create_node(Part))
+
+    @rpc
+    async def pass_on(self, key: str) -> int:
+        part = await self.echoes[key].echo(self.parts[0])
+        return await part.use()
+
+
+def test_handles_pass_with_forwarded_calls(env: Environment) -> None:
+    echoes, owner = env.start(Echo, "echoes", shards=2), env.start(Owner, "owner")
+    key = next(one for one in KEYS if blocks(4)[range_of(one)] == 4)
+    owner.call(Owner.make)
+    env.change_shards(echoes, 4)
+    assert owner.call(Owner.pass_on, key) == 1
+    env.run()
+    for one in echoes.instances:
+        one.crash()
+        one.recover()
+    assert owner.call(Owner.pass_on, key) == 2
