@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import immortal
 from immortal import Handle, Immortal, Node, peers, query, rpc, upgrades
 from immortal.appsdk.calls.outbox import encode_call, make_writer
+from immortal.appsdk.client.clients import Proxy
+from immortal.appsdk.client.errors import CallRefused
 from immortal.appsdk.handlers import moves
-from immortal.appsdk.handlers.definition import blocks, range_of
+from immortal.appsdk.handlers.definition import ELSEWHERE, blocks, range_of
 from immortal.appsdk.testing.outside import OUTSIDE_NAME
 from immortal.errors import UsageError
 from immortal.protocol import decoding
@@ -276,3 +279,34 @@ def test_handles_pass_with_forwarded_calls(env: Environment) -> None:
         one.crash()
         one.recover()
     assert owner.call(Owner.pass_on, key) == 2
+
+
+class Refusing:
+    """Client of a shard that refuses each query that is not logged."""
+
+    text = ELSEWHERE
+
+    def query(self, *arguments: Any) -> Any:
+        raise CallRefused(f"the call was refused: {self.text}")
+
+    def call(self, *arguments: Any) -> Any:
+        return 5
+
+
+class AsyncRefusing(Refusing):
+    async def query(self, *arguments: Any) -> Any:
+        return super().query()
+
+    async def call(self, *arguments: Any) -> Any:
+        return super().call()
+
+
+def test_a_query_of_a_key_that_has_moved_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: list[Any] = [Refusing(), AsyncRefusing()]
+    carts, later = (Proxy(client, None, "carts", None, None)["ann"].query for client in clients)
+    assert carts.total() == asyncio.run(later.total()) == 5
+    monkeypatch.setattr(Refusing, "text", "something else")
+    with pytest.raises(CallRefused, match="something else"):
+        carts.total()
+    with pytest.raises(CallRefused, match="something else"):
+        asyncio.run(later.total())
