@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from msgspec.structs import replace
 
@@ -30,7 +30,15 @@ from immortal.appsdk.determinism.rules import (
     Rule,
     Rules,
 )
-from immortal.appsdk.determinism.syntax import INSTEAD, FunctionNode, changes, dropped_awaitables, suppressed, swallowed
+from immortal.appsdk.determinism.syntax import (
+    INSTEAD,
+    FunctionNode,
+    bound_names,
+    changes,
+    dropped_awaitables,
+    suppressed,
+    swallowed,
+)
 from immortal.appsdk.determinism.values import (
     Bound,
     Instance,
@@ -141,7 +149,7 @@ class Reader(ast.NodeVisitor):
         body = self._node.body
         for part in body if isinstance(body, list) else [body]:
             self.visit(part)
-        self._check_globals()
+        self._check_changes()
         if self._waits:
             for call in dropped_awaitables(self._node):
                 if instead := self._begins_by(call):
@@ -309,20 +317,28 @@ class Reader(ast.NodeVisitor):
 
     def _check_step(self, function: ast.AST) -> None:
         """Report variables of the handler that a step's function changes: a recovery does not run it again."""
-        for node, name in changes(function):
-            value = self._name(name)
-            if isinstance(node, ast.Nonlocal) or (
-                self._bound[name] and not (isinstance(value, Instance) and value.waits)
-            ):
+        own = bound_names(function)
+        for node, name, _ in changes(function):
+            is_outer = self._bound[name] and name not in own and not self._is_app(self._name(name))
+            if isinstance(node, ast.Nonlocal) or is_outer:
                 self._report(node, f"changes {name} of its handler in a step, {NOT_RUN_AGAIN}", BY_RESULT)
 
-    def _check_globals(self) -> None:
-        """Report variables of the module that the function changes: a recovery begins with their first values."""
+    def _is_app(self, value: Value) -> TypeGuard[Instance]:
+        return isinstance(value, Instance) and shape(value.hint)[0] in self._search.apps
+
+    def _check_changes(self) -> None:
+        """Report variables of the module, or of the app's class, that the function changes: no checkpoint has them."""
         inner = self._bound.keys() | self._closure.keys()
-        for node, name in changes(self._node):
-            is_mutable = type(self._function.__globals__.get(name)).__hash__ is None
-            if isinstance(node, ast.Global) or (is_mutable and name not in inner):
+        for node, name, attribute_name in changes(self._node):
+            found = None if name in inner else self._function.__globals__.get(name)
+            if isinstance(node, ast.Global) or type(found).__hash__ is None:
                 self._report(node, f"changes {name}, a variable of the module, {NOT_KEPT}", IN_THE_STATE)
+            elif self._is_app(value := self._name(name)):
+                cls = shape(value.hint)[0]
+                found = inspect.getattr_static(cls, attribute_name, None)
+                if type(found).__hash__ is None and attribute_name not in state_names(cls):
+                    what = f"changes {name}.{attribute_name}, a variable of the class, {NOT_KEPT}"
+                    self._report(node, what, f"annotate it in the class, {attribute_name}: <its type>")
 
     def _find_steps(self) -> set[ast.AST]:
         """Return the functions that are passed to `immortal.step`: defined here, a lambda, or `self.method`."""

@@ -22,23 +22,29 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _CHANGES = {*dir(MutableMapping), *dir(MutableSequence), *dir(MutableSet)} - {*dir(Mapping), *dir(Sequence), *dir(Set)}
 
 
-def changes(function: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Yield (place, name) for each change of a variable that the function does not make: ``found.append(1)``."""
-    nodes = list(ast.walk(function))
-    own = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    for node in nodes:
+def changes(function: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:
+    """Yield (place, variable, its attribute or "") for each change of an object, such as ``self.found.append(1)``."""
+    for node in ast.walk(function):
         changed: ast.expr | None = None
         if isinstance(node, ast.Nonlocal | ast.Global):
-            yield from ((node, name) for name in node.names)
+            yield from ((node, name, "") for name in node.names)
         elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             changed = node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
             changed = node.func.value
+        attribute = ""
         while isinstance(changed, ast.Attribute | ast.Subscript):
+            attribute = changed.attr if isinstance(changed, ast.Attribute) else ""
             changed = changed.value
-        if isinstance(changed, ast.Name) and changed.id not in own:
-            yield node, changed.id
+        if isinstance(changed, ast.Name):
+            yield node, changed.id, attribute
+
+
+def bound_names(function: ast.AST) -> set[str]:
+    """Return the names of variables that the function makes, or a function in it."""
+    nodes = list(ast.walk(function))
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
 # Code that swallows exceptions that are not the program's own: the SDK stops and cancels handlers by exceptions.

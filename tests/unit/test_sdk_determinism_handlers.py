@@ -237,7 +237,7 @@ class Counter(Immortal):
     )
 
 
-def test_variables_of_the_module(program: Program) -> None:
+def test_variables_of_the_module_or_class(program: Program) -> None:
     program.compare(
         """
 prices: dict[str, int] = {}
@@ -253,10 +253,19 @@ def load(name: str) -> bytes:
     return b""
 
 class Counter(Immortal):
+    names = []
+    cache: Transient[list[str]] = []
+    notes: list[str] = []
     total: int
+
+    def keep(self, name: str) -> None:
+        self.names.append(name)  #: Counter.keep changes self.names, a variable of the class, whose first value
+        self.notes.append(name)
+        self.cache.append(name)
 
     @rpc
     def add(self, name: str) -> int:
+        self.keep(name)
         global count  #: Counter.add changes count
         count += 1
         note(name)
