@@ -66,7 +66,7 @@ R = TypeVar("R")
 _RUNNERS = (Context, Task)  # a tuple takes half the time of a union
 
 
-def _runner(what: str) -> Any:
+def _runner(function_name: str) -> Any:
     """Return the Task of an ``async def`` handler, or the Context of an instance. Raises UsageError outside of both."""
     if is_collecting():  # a coroutine that nobody closed cleans up inside another handler's context
         raise GeneratorExit
@@ -75,15 +75,17 @@ def _runner(what: str) -> Any:
         return found
     where = "no handler runs here" if found is None else "an effect's function is no part of what a replay repeats"
     raise UsageError(
-        f"immortal.{what}: {where}: it is for handlers, and what they call; elsewhere use Python's modules 'time', "
-        f"'random', 'uuid', and give the app what it is to know: as an effect's result, an impulse or a call"
+        f"immortal.{function_name}: {where}: it is for handlers, and what they call; elsewhere use Python's modules "
+        f"'time', 'random', 'uuid', and give the app what it is to know: as an effect's result, an impulse or a call"
     )
 
 
-def _task(what: str) -> Task:
-    found = _runner(what)
+def _task(function_name: str) -> Task:
+    found = _runner(function_name)
     if not isinstance(found, Task):
-        raise UsageError(f"immortal.{what}: only an 'async def' handler waits: a 'def' handler runs to its end at once")
+        raise UsageError(
+            f"immortal.{function_name}: only an 'async def' handler waits: a 'def' handler runs to its end at once"
+        )
     return found
 
 
@@ -206,7 +208,7 @@ def event(name: str, kind: Any = Any) -> Any:
     Each signal wakes one handler: the one that has waited longest. Raises UsageError.
     """
     task = _task("event")
-    return Event(task, _own_event("immortal.event", name, task.key), task.tasks.event_decoder(kind))
+    return Event(task, _event_of_key("immortal.event", name, task.key), task.tasks.event_decoder(kind))
 
 
 def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]:
@@ -318,10 +320,10 @@ effect = Effects()
 # --- for all handlers -------------------------------------------------------------------------------------------------
 
 
-def _beside_a_coordinator(found: Any, what: str) -> Any:
+def _require_coordinator(found: Any, function_name: str) -> Any:
     """Return ``found``, a part of a Context. Raises UsageError if it is None."""
     if found is None:
-        raise UsageError(f"immortal.{what}: this instance does not run beside a coordinator")
+        raise UsageError(f"immortal.{function_name}: this instance does not run beside a coordinator")
     return found
 
 
@@ -332,10 +334,10 @@ def signal(name: str, value: Any = None) -> None:
     """
     task = _runner("signal")
     if isinstance(task, Context):
-        name = name if task.present is None else _own_event("immortal.signal", name, task.present.key)
-        _beside_a_coordinator(task.tasks, "signal").signal(name, value)
+        name = name if task.present is None else _event_of_key("immortal.signal", name, task.present.key)
+        _require_coordinator(task.tasks, "signal").signal(name, value)
         return
-    name = _own_event("immortal.signal", name, task.key)
+    name = _event_of_key("immortal.signal", name, task.key)
     encoded = encode_signal(name, value)
     if task.is_silent:
         return
@@ -347,9 +349,9 @@ def signal(name: str, value: Any = None) -> None:
     tasks.events.signal(name, encoded)
 
 
-def _own_event(what: str, name: str, key: Any) -> str:
+def _event_of_key(function_name: str, name: str, key: Any) -> str:
     """Return the full name of an event; with a ``key`` it differs from that of other keys. Raises UsageError."""
-    name = event_name(what, name)
+    name = event_name(function_name, name)
     return name if key is None else f"{key!r}: {name}"
 
 
@@ -394,10 +396,10 @@ def multicast(targets: Iterable[type[A]]) -> type[A]:
         given = [cls if one is TaskSelf or type(one) is TaskSelf else one for one in given]
         destinations: Any = TaskMulticast(found, destinations_of(context, given))
     else:
-        multicasts = _beside_a_coordinator(found.multicasts, "multicast")
+        multicasts = _require_coordinator(found.multicasts, "multicast")
         if multicasts.proxies is None:
             multicasts.proxies = MulticastCache(found)
-        destinations = multicasts.proxies.of(targets)
+        destinations = multicasts.proxies.multicast_of(targets)
     return destinations  # type: ignore[no-any-return]
 
 
@@ -432,14 +434,14 @@ def label(**labels: str | int | uuid.UUID) -> None:
 # --- nodes and handles: docs/how-to/nodes.md --------------------------------------------------------------------------
 
 
-def _nodes(what: str) -> Any:
-    found = _runner(what)
+def _nodes(function_name: str) -> Any:
+    found = _runner(function_name)
     if isinstance(found, Task):
         raise UsageError(
-            f"immortal.{what}: an async handler touches no nodes, as others change them while it waits: move this into "
-            f"a 'def' handler (@rpc) and await immortal.step(self.<handler>, ...)"
+            f"immortal.{function_name}: an async handler touches no nodes, as others change them while it waits: move "
+            f"this into a 'def' handler (@rpc) and await immortal.step(self.<handler>, ...)"
         )
-    return _beside_a_coordinator(found.nodes, what)
+    return _require_coordinator(found.nodes, function_name)
 
 
 def create_node(cls: Callable[P, N], /, *args: P.args, **kwargs: P.kwargs) -> type[N]:

@@ -214,7 +214,7 @@ class Context:
 
 def values(results: Mapping[str, list[Any]], name: str) -> dict[str, list[float]]:
     """Return attribute ``name`` of all results; a result that is a number stands for itself."""
-    return {who: [getattr(one, name, one) for one in some] for who, some in results.items()}
+    return {side: [getattr(one, name, one) for one in some] for side, some in results.items()}
 
 
 def rate(

@@ -138,10 +138,10 @@ def _missing(error: ImportError) -> FailedError:
     return FailedError(f"archives need the extra archive ({error}): {distribution.add_extra('archive')}")
 
 
-def _last(there: Archive) -> ArchivedMoment:
-    found = there.last()
+def _last(archive: Archive) -> ArchivedMoment:
+    found = archive.last()
     if found is None:
-        raise FailedError(f"there is no archive in {there.objects.location}")
+        raise FailedError(f"there is no archive in {archive.objects.location}")
     return found[0]
 
 
@@ -196,15 +196,15 @@ def _names(url: str) -> list[str]:
     return names
 
 
-def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> None:
-    moments = there.moments()
+def _show_one(registry: Registry, name: str, stored_archive: Archive, as_json: bool) -> None:
+    moments = stored_archive.moments()
     if not moments:
-        raise FailedError(f"there is no archive in {there.objects.location}")
-    size_bytes = sum(stored.size_bytes for stored in there.objects.listed())
+        raise FailedError(f"there is no archive in {stored_archive.objects.location}")
+    size_bytes = sum(stored.size_bytes for stored in stored_archive.objects.listed())
     oldest, last = moments[0], moments[-1]
     risk = _at_risk(registry, name, last)
     if as_json:
-        said = {"name": name, "url": there.objects.location, "moments": len(moments), "size_bytes": size_bytes}
+        said = {"name": name, "url": stored_archive.objects.location, "moments": len(moments), "size_bytes": size_bytes}
         said |= {"oldest": _described(oldest), "newest": _described(last)}
         echo_json({**said, "at_risk": risk})
         return

@@ -30,6 +30,7 @@ from immortal.pipeline.arguments import ArgumentDecoder, decoder_for
 from immortal.presenters.operations import letter_method, letter_values, letter_why
 from immortal.presenters.records import describe_message
 from immortal.presenters.status import operator_name
+from immortal.protocol import redaction
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, echo_lines, json_option, print_table
 from immortal.protocol.files import opener
 from immortal.protocol.safe_output import printable, printable_json
@@ -203,15 +204,17 @@ def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -
     described = letter_values(letter, reader)
     if described["method"] is None:
         described["method"] = message["method"]
-    return {**described, "message": message, "message_hex": verdict.message.hex(), "trace": verdict.trace}
+    is_redacted = redaction.concerns(described["method"])
+    data = redaction.REDACTED if is_redacted else verdict.message.hex()
+    return {**described, "message": message, "message_hex": data, "trace": verdict.trace}
 
 
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def _print_table(found: list[Values]) -> None:
+def _print_table(letters: list[Values]) -> None:
     rows = []
-    for values in found:
+    for values in letters:
         why = printable(letter_why(values))
         clipped = why if len(why) <= WHY_SIZE_MAX else f"{why[: WHY_SIZE_MAX - 3]}..."
         cells = (values["id"], values["time"][:19] + "Z", letter_method(values), values["from"] or "-", clipped)
@@ -219,14 +222,14 @@ def _print_table(found: list[Values]) -> None:
     print_table(("ID", "when", "method", "from", "why"), rows)
 
 
-def _lines(found: Values) -> Iterator[str]:
-    message = found["message"]
-    yield f"dead letter {found['id']}"
+def _lines(letter: Values) -> Iterator[str]:
+    message = letter["message"]
+    yield f"dead letter {letter['id']}"
     rows = {
-        "when": found["time"],
-        "method": letter_method(found),
-        "from": found["from"] or "-",
-        "why": letter_why(found),
+        "when": letter["time"],
+        "method": letter_method(letter),
+        "from": letter["from"] or "-",
+        "why": letter_why(letter),
     }
     if "arguments" in message:
         rows["arguments"] = printable_json(message["arguments"])
@@ -237,6 +240,6 @@ def _lines(found: Values) -> Iterator[str]:
     width = max(map(len, rows))
     for title, text in rows.items():
         yield f"  {title.ljust(width)}  {text}"
-    if found["trace"]:
+    if letter["trace"]:
         yield ""
-        yield from (f"  {line}".rstrip() for line in found["trace"].rstrip("\n").split("\n"))
+        yield from (f"  {line}".rstrip() for line in letter["trace"].rstrip("\n").split("\n"))

@@ -169,14 +169,14 @@ def executions(ctx: click.Context, name: list[str], query: Query, state: str, li
         echo(f"... and more: show more than {limit} with --limit, or older ones with --until")
 
 
-def _print(found: list[Execution], of: list[str] | None = None) -> None:
+def _print(found: list[Execution], instances: list[str] | None = None) -> None:
     if not found:
         echo("no execution matches")
         return
     rows = [execution_row(one) for one in found]
-    if of is not None:
-        rows = [(name, *row) for name, row in zip(of, rows, strict=True)]
-    print_table(COLUMNS if of is None else ("instance", *COLUMNS), rows, right=("ID", "took"))
+    if instances is not None:
+        rows = [(name, *row) for name, row in zip(instances, rows, strict=True)]
+    print_table(COLUMNS if instances is None else ("instance", *COLUMNS), rows, right=("ID", "took"))
 
 
 _id_argument = click.argument("wanted", metavar="ID")
@@ -207,9 +207,9 @@ def show(registry: Registry, settings: InstanceSettings, wanted: str, shows_stat
             echo("    ... and more")
 
 
-def _states(registry: Registry, name: str, one: Execution) -> dict[str, Any]:
+def _states(registry: Registry, name: str, execution: Execution) -> dict[str, Any]:
     with closing(Sessions(registry.home)) as sessions:
-        return execution_states(sessions, name, one)
+        return execution_states(sessions, name, execution)
 
 
 def _plain(value: Any) -> Any:

@@ -158,13 +158,13 @@ def signal(settings: InstanceSettings, wanted: int, event: str, value: str) -> N
     _order(settings, "signal", {"task": wanted, "event": event, "value": json_argument("VALUE", value)})
 
 
-def json_argument(what: str, text: str) -> Any:
+def json_argument(name: str, text: str) -> Any:
     """Decode a value that a person typed. Raises click.UsageError."""
     try:
         return decoding.parse_json_argument(text)
     except ValueError as error:
         raise click.UsageError(
-            f"{what} {text[:100]!r} is not JSON: {error}; a string needs its own quotes: '\"yes\"'"
+            f"{name} {text[:100]!r} is not JSON: {error}; a string needs its own quotes: '\"yes\"'"
         ) from None
 
 
@@ -204,38 +204,47 @@ def _request(settings: InstanceSettings, verb: str, request: Values) -> Values:
 # --- contents of a handler -------------------------------------------------------------------------------------------
 
 
-def _row(one: Values) -> tuple[str, ...]:
-    waits = "\n".join(map(format_wait, one["waits"])) or "-"
-    if one["cancelled"]:
-        waits = f"cancelled {_second(one['cancelled'][-1]['time'])}, and goes on\n{waits}"
-    at = "\n".join(place_in_words(frames[-1]) for frames in one["at"] if frames) or "-"
-    return str(one["id"]), f"{one['handler']}{one['arguments']}", format_caller(one), _second(one["since"]), waits, at
+def _row(handler: Values) -> tuple[str, ...]:
+    waits = "\n".join(map(format_wait, handler["waits"])) or "-"
+    if handler["cancelled"]:
+        waits = f"cancelled {_second(handler['cancelled'][-1]['time'])}, and goes on\n{waits}"
+    at = "\n".join(place_in_words(frames[-1]) for frames in handler["at"] if frames) or "-"
+    return (
+        str(handler["id"]),
+        f"{handler['handler']}{handler['arguments']}",
+        format_caller(handler),
+        _second(handler["since"]),
+        waits,
+        at,
+    )
 
 
-def _lines(name: str, one: Values) -> Iterator[str]:
-    yield f"handler {one['id']}: {one['handler']}{one['arguments']}"
-    yield f"  since      {one['since']}" + (f", begun anew {one['generation']} times" if one["generation"] else "")
-    called = f", its call {one['call_number']}" if one["caller"] is not None else ""
-    yield f"  called by  {format_caller(one)}{called}"
-    if one["record"] is not None:
-        place = f"message {one['message']} of record {one['record']}"
-        yield f"  begun by   {place}: 'immortal log show {name} --from {one['record']} --to {one['record']}'"
-    for cancelled in one["cancelled"]:
+def _lines(name: str, handler: Values) -> Iterator[str]:
+    yield f"handler {handler['id']}: {handler['handler']}{handler['arguments']}"
+    yield f"  since      {handler['since']}" + (
+        f", begun anew {handler['generation']} times" if handler["generation"] else ""
+    )
+    called = f", its call {handler['call_number']}" if handler["caller"] is not None else ""
+    yield f"  called by  {format_caller(handler)}{called}"
+    if handler["record"] is not None:
+        place = f"message {handler['message']} of record {handler['record']}"
+        yield f"  begun by   {place}: 'immortal log show {name} --from {handler['record']} --to {handler['record']}'"
+    for cancelled in handler["cancelled"]:
         reason = f": {cancelled['reason']}" if cancelled["reason"] else ""
         yield f"  cancelled  {cancelled['time']} by {cancelled['who']}{reason}; it goes on"
     yield ""
-    count = one["steps_count"]
+    count = handler["steps_count"]
     yield f"  {counted(count, 'step')} so far{':' if count else ''}"
-    if count > len(one["steps"]):
-        yield f"    ... the last {len(one['steps'])}:"
-    for step in one["steps"]:
+    if count > len(handler["steps"]):
+        yield f"    ... the last {len(handler['steps'])}:"
+    for step in handler["steps"]:
         yield f"    {format_step(step)}"
     yield ""
     yield "  waits for:"
-    for wait in one["waits"]:
+    for wait in handler["waits"]:
         yield f"    {format_wait(wait)}"
-        yield f"      {describe_wait_end(name, one['id'], wait)}"
-    for frames in one["at"]:
+        yield f"      {describe_wait_end(name, handler['id'], wait)}"
+    for frames in handler["at"]:
         yield ""
         yield "  at:"
         for frame in frames:
@@ -346,9 +355,9 @@ def _group_answers(registry: Registry, name: str) -> dict[str, Values]:
     """Ask each instance that runs here about the group; return answers by instance. Raises FailedError."""
     running = [one for one in registry.names() if control.running(registry.load(one).folder) is not None]
 
-    def ask(one: str) -> dict[str, Values]:
+    def ask(instance: str) -> dict[str, Values]:
         try:
-            return _groups(control.query(registry.load(one).folder, "handlers", TIMEOUT_S, argument={}))
+            return _groups(control.query(registry.load(instance).folder, "handlers", TIMEOUT_S, argument={}))
         except ImmortalError:
             return {}  # it has stopped, or its app does not work: `status` reports it
 

@@ -204,7 +204,7 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     if as_json:
         echo_json({"name": name, "folder": str(folder), **asdict(made)})
         return
-    echo(f"{name}: {_kept(made)} in {folder}: verified")
+    echo(f"{name}: {_kept_text(made)} in {folder}: verified")
 
 
 @log.command()
@@ -241,13 +241,13 @@ def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool
     if as_json:
         echo_json({"name": name, "log": log, "switched": switch, **asdict(made)})
         return
-    echo(f"{name}: {_kept(made)} in {place.label}: verified")
+    echo(f"{name}: {_kept_text(made)} in {place.label}: verified")
     if switch:
         echo(f"{name} uses this copy from its next start on; the log in {source.label} is unchanged: remove it once")
         echo("all is well, so that nothing starts from it")
 
 
-def _kept(made: Backup) -> str:
+def _kept_text(made: Backup) -> str:
     kept = f"records {made.first_sequence_id} to {made.last_sequence_id}"
     if made.last_sequence_id < made.first_sequence_id:
         kept = "no record"
@@ -329,9 +329,9 @@ def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, ye
     _show_key(settings, as_json)
 
 
-def _confirm(yes: bool, what: str) -> None:
+def _confirm(yes: bool, action: str) -> None:
     if not yes:
-        echo(what, err=True)
+        echo(action, err=True)
         click.confirm("Do it?", abort=True, err=True)
 
 

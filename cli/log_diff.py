@@ -306,20 +306,20 @@ def _checkpoint_differences(logs: tuple[_Log, _Log]) -> Iterator[_CheckpointDiff
 
 
 def _difference(
-    one: LoggedValue, other: LoggedValue, trailer: Trailer | None, other_trailer: Trailer | None
+    first: LoggedValue, second: LoggedValue, trailer: Trailer | None, second_trailer: Trailer | None
 ) -> _Difference | None:
-    if trailer is None or other_trailer is None:
-        return _Difference(one.sequence_id, [DAMAGE])
-    messages = zip_longest(_messages_of(one.value), _messages_of(other.value))
+    if trailer is None or second_trailer is None:
+        return _Difference(first.sequence_id, [DAMAGE])
+    messages = zip_longest(_messages_of(first.value), _messages_of(second.value))
     index = next((index for index, (ours, theirs) in enumerate(messages) if ours != theirs), None)
     differs = {
         MESSAGES: index is not None,
-        TIME: trailer.time_ns != other_trailer.time_ns,
-        SOURCES: trailer.batches != other_trailer.batches,
-        OUTPUTS: trailer.outputs != other_trailer.outputs,
+        TIME: trailer.time_ns != second_trailer.time_ns,
+        SOURCES: trailer.batches != second_trailer.batches,
+        OUTPUTS: trailer.outputs != second_trailer.outputs,
     }
     what = [word for word, is_other in differs.items() if is_other]
-    return _Difference(one.sequence_id, what, index) if what else None
+    return _Difference(first.sequence_id, what, index) if what else None
 
 
 def _messages_of(value: bytes) -> Iterator[bytes]:

@@ -381,7 +381,7 @@ def check_page(option: str, file: Path) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Advance]:
+def progress_bar(description: str) -> Iterator[Advance]:
     """Yield a function that shows progress; call it from one thread at a time. The bar disappears at the end."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
@@ -391,7 +391,7 @@ def progress_bar(what: str) -> Iterator[Advance]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = progress.add_task(what, total=None)
+    task = progress.add_task(description, total=None)
     due_s = time.monotonic() + DELAY_S
 
     def advance(done: int, total: int | None) -> None:

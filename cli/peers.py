@@ -222,7 +222,7 @@ def _peer_of_route(routes: Any, name: str) -> Peer:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _print_table(found: dict[str, Peer]) -> None:
+def _print_table(peers: dict[str, Peer]) -> None:
     numbers = ("made", "sent", "acknowledged", "received", "in memory", "on disk", "in flight", "granted")
     rows = (
         (
@@ -237,18 +237,18 @@ def _print_table(found: dict[str, Peer]) -> None:
             _window(one),
             size_text(one["granted_bytes"]),
         )
-        for peer, one in found.items()
+        for peer, one in peers.items()
     )
     heads = ("peer", "endpoint", "by", "connected", "stream", *numbers)
     print_table(heads, (tuple(map(printable, row)) for row in rows), right=numbers)  # a cell could have several lines
 
 
-def _state(one: Peer) -> str:
-    reset, held_up = ", reset" if one["reset_pending"] else "", ", holds up the app" if one["held_up"] else ""
-    return f"{one['state'] or '-'}{reset}{held_up}"
+def _state(peer: Peer) -> str:
+    reset, held_up = ", reset" if peer["reset_pending"] else "", ", holds up the app" if peer["held_up"] else ""
+    return f"{peer['state'] or '-'}{reset}{held_up}"
 
 
-def _window(one: Peer) -> str:
-    if one["window_bytes"] is None:
+def _window(peer: Peer) -> str:
+    if peer["window_bytes"] is None:
         return "-"
-    return f"{size_text(one['in_flight_bytes'])} of {size_text(one['window_bytes'])}"
+    return f"{size_text(peer['in_flight_bytes'])} of {size_text(peer['window_bytes'])}"

@@ -27,7 +27,7 @@ from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.operator import control
-from immortal.protocol import personal_keys
+from immortal.protocol import personal_keys, redaction
 from immortal.protocol.command_line import echo
 from immortal.protocol.errors import ImmortalError
 
@@ -99,7 +99,7 @@ def run(
         coordinator_command,
         supervised_settings,
     )
-    from immortal.coordinator.service.process import STATUS_FENCED, start_turn
+    from immortal.coordinator.service.process import STATUS_FENCED, acquire_start_slot
     from immortal.coordinator.service.supervisor import Supervisor
 
     settings = registry.load(name)
@@ -117,7 +117,7 @@ def run(
         if restart or follow or promote or trust_pickle or log_format != "human" or given_options(options):
             raise click.UsageError("--embedded can be combined with --strict and --log-level only")
         _become_embedded(settings, app, strict=strict, log_level=log_level)
-    on_started = (lambda: None) if follow else start_turn(registry.home)
+    on_started = (lambda: None) if follow else acquire_start_slot(registry.home)
     if mark is not None and upgrading:
         upgrade_mark.write(settings.folder, msgspec.structs.replace(mark, app=app))  # registered once it is durable
     elif not follow:
@@ -181,7 +181,12 @@ def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_
 
     home = str(settings.folder.parent)
     arguments = [settings.name, app, "--home", home, "--log-level", log_level]
-    environment = {**os.environ, **personal_keys.environment(), **({"IMMORTAL_STRICT": "1"} if strict else {})}
+    environment = {
+        **os.environ,
+        **personal_keys.environment(),
+        **redaction.environment(),
+        **({"IMMORTAL_STRICT": "1"} if strict else {}),
+    }
     environment.setdefault("PYTHONHASHSEED", "0")
     environment["IMMORTAL_LOG_LEVEL"] = log_level  # of immortal.logger
     os.execve(sys.executable, [*PYTHON, "-m", "immortal.appsdk.embedded", *arguments], environment)

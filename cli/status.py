@@ -127,14 +127,14 @@ def _checkpoint(checkpoint: dict[str, Any] | None) -> str:
     return f"{checkpoint['id']} after record {checkpoint['sequence_id']}, {size}, {age_text(checkpoint['age_s'])} ago"
 
 
-def _output(one: dict[str, Any]) -> str:
-    acknowledged = one.get("acknowledged", 0)
-    position = one.get("position", one.get("position_at_checkpoint"))
+def _output(output: dict[str, Any]) -> str:
+    acknowledged = output.get("acknowledged", 0)
+    position = output.get("position", output.get("position_at_checkpoint"))
     text = str(acknowledged) if position is None or position <= acknowledged else f"{acknowledged} of {position}"
-    if one.get("waiting_bytes"):
-        text += f", {size_text(one['waiting_bytes'])} waiting"
-    if one.get("spilled_bytes"):
-        text += f", {size_text(one['spilled_bytes'])} on disk"
+    if output.get("waiting_bytes"):
+        text += f", {size_text(output['waiting_bytes'])} waiting"
+    if output.get("spilled_bytes"):
+        text += f", {size_text(output['spilled_bytes'])} on disk"
     return text
 
 

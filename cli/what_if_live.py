@@ -49,7 +49,7 @@ class _Given(msgspec.Struct):
 def run_shadows(
     home: Path,
     changes: Mapping[str, str],
-    given: str,
+    order_json: str,
     code: Path | None,
     begin_ns: int | None,
     handler_limit_s: float,
@@ -59,7 +59,7 @@ def run_shadows(
     """Run the shadows in this process until SIGTERM; write what they find to stdout, a JSON object a line."""
     from immortal.replay.fleet.player import seal_process
 
-    order, over = decode_json(given.encode(), type=_Given), threading.Event()
+    order, over = decode_json(order_json.encode(), type=_Given), threading.Event()
     signal.signal(signal.SIGTERM, lambda *of: over.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the process that started this one says when to end
     os.nice(NICENESS)

@@ -81,15 +81,15 @@ def _get(index: ExecutionIndex, name: str, key: int) -> Execution:
     return found
 
 
-def execution_states(sessions: Sessions, name: str, one: Execution) -> Values:
+def execution_states(sessions: Sessions, name: str, execution: Execution) -> Values:
     """Return the state ``before`` an execution's first step and ``after`` its last, as nodes, and the ``changes``.
 
     The log is replayed for this. Raises ExecutionsError, ReplayError.
     """
-    if one.record < 0 or (one.state != "waiting" and one.ended_record is None):
-        raise ExecutionsError(f"the records in which execution {one.id} began and ended are not known")
-    place = one.ended_record, one.ended_message
-    since = one.record, one.message
+    if execution.record < 0 or (execution.state != "waiting" and execution.ended_record is None):
+        raise ExecutionsError(f"the records in which execution {execution.id} began and ended are not known")
+    place = execution.ended_record, execution.ended_message
+    since = execution.record, execution.message
     found: Values = sessions.ask(name, "between", since=since, record=place[0], index=place[1])
     return found
 
@@ -100,10 +100,10 @@ def _steps(journal: bytes) -> list[Values]:
     return [describe_step(entry) for entry in decode_journal(journal)]
 
 
-def _live(settings: InstanceSettings, found: Execution) -> Values:
+def _live(settings: InstanceSettings, execution: Execution) -> Values:
     """Return the app's description of a waiting handler, or ``problem``: the reason why there is none."""
     try:
-        answer = control.query(settings.folder, "handlers", ASK_S, argument={"task": found.key})
+        answer = control.query(settings.folder, "handlers", ASK_S, argument={"task": execution.key})
     except ControlError as error:
         return {"problem": f"only its app knows what it waits for: {error}"}
     one = answer.get("handler")
@@ -121,13 +121,13 @@ def _called(registry: Registry, name: str, to: str, number: int) -> list[Executi
     return found
 
 
-def _parent(registry: Registry, name: str, found: Execution) -> Values | None:
+def _parent(registry: Registry, name: str, execution: Execution) -> Values | None:
     """Return the execution that called this one, with its instance; None if it is not known."""
-    if found.caller is None or found.caller.startswith("~"):
+    if execution.caller is None or execution.caller.startswith("~"):
         return None
-    with suppress(ImmortalError), _index(registry, found.caller or name) as index:
-        if (key := index.caller_of(found.call_number)) is not None and (caller := index.get(key)) is not None:
-            return {"instance": found.caller or name, "execution": caller}
+    with suppress(ImmortalError), _index(registry, execution.caller or name) as index:
+        if (key := index.caller_of(execution.call_number)) is not None and (caller := index.get(key)) is not None:
+            return {"instance": execution.caller or name, "execution": caller}
     return None
 
 
@@ -135,14 +135,22 @@ def _index(registry: Registry, name: str) -> AbstractContextManager[ExecutionInd
     return open_index(registry.load(name).folder, name)
 
 
-def execution_row(one: Execution) -> tuple[str, ...]:
+def execution_row(execution: Execution) -> tuple[str, ...]:
     """Return the cells of an execution's row: ID, state, call, caller, began, took, labels."""
-    caller, began = format_caller({"caller": one.caller}), f"{time_text(one.began_ns)[:19]}Z"
-    return one.id, one.state, one.call, caller, began, duration_of(one), described_labels(one.labels) or "-"
+    caller, began = format_caller({"caller": execution.caller}), f"{time_text(execution.began_ns)[:19]}Z"
+    return (
+        execution.id,
+        execution.state,
+        execution.call,
+        caller,
+        began,
+        duration_of(execution),
+        described_labels(execution.labels) or "-",
+    )
 
 
-def duration_of(one: Execution) -> str:
-    return "-" if one.ended_ns is None else f"{(one.ended_ns - one.began_ns) / 1e9:.3f} s"
+def duration_of(execution: Execution) -> str:
+    return "-" if execution.ended_ns is None else f"{(execution.ended_ns - execution.began_ns) / 1e9:.3f} s"
 
 
 def execution_lines(name: str, view: Values) -> Iterator[str]:
@@ -215,23 +223,25 @@ def chosen(settings: InstanceSettings, verb: str, query: Query, ids: Sequence[st
     return [one for one in found if one.key > 0 and (state or one.state != "waiting")]
 
 
-def order_for(settings: InstanceSettings, verb: str, one: Execution, given: Values) -> Values:
+def order_for(settings: InstanceSettings, verb: str, execution: Execution, given: Values) -> Values:
     """Return the request to the coordinator for ``verb`` on one execution. Raises ExecutionsError.
 
     ``given``: "reason"; or "event" and "value"; or for a restart "arguments", a list or None, and "from_step".
     """
     if verb != "restart":
-        return {"task": one.key, **given}
+        return {"task": execution.key, **given}
     with open_index(settings.folder, settings.name) as index:
-        data, journal = index.data(one.key), index.journal(one.key)
+        data, journal = index.data(execution.key), index.journal(execution.key)
     if given["arguments"] is not None:
         data = msgspec.msgpack.encode(given["arguments"])
     if data is None:
-        raise ExecutionsError(f"the arguments of {one.id} are too large to be kept: give them with --arguments")
-    request = {"task": one.key, "method": one.method_id, "arguments": msgspec.to_builtins(data)}
+        raise ExecutionsError(f"the arguments of {execution.id} are too large to be kept: give them with --arguments")
+    request = {"task": execution.key, "method": execution.method_id, "arguments": msgspec.to_builtins(data)}
     if given["from_step"] > 1:
-        if journal is None or one.state == "waiting":
-            raise ExecutionsError(f"the steps of {one.id} are not kept: it waits, had none, or they were too large")
+        if journal is None or execution.state == "waiting":
+            raise ExecutionsError(
+                f"the steps of {execution.id} are not kept: it waits, had none, or they were too large"
+            )
         before = [entry for entry in decode_journal(journal) if 0 < entry.step < given["from_step"]]
         request["journal"] = msgspec.to_builtins(msgspec.msgpack.encode(before))
     return request

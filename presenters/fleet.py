@@ -126,8 +126,8 @@ def streams(rows: Iterable[Row]) -> list[Stream]:
     return sorted(found, key=lambda one: (-(one.rate or 0.0), -one.unacknowledged, one.source, one.to))
 
 
-def _stream(source: str, to: str, known: Mapping[str, Row]) -> Stream:
-    sender, receiver = known.get(source), known.get(to)
+def _stream(source: str, to: str, rows: Mapping[str, Row]) -> Stream:
+    sender, receiver = rows.get(source), rows.get(to)
     output = sender.status.get("outputs", {}).get(to, {}) if sender else {}
     times = receiver.times.get(source) if receiver else None
     answered = sender.times.get(to) if sender else None

@@ -48,8 +48,8 @@ def format_next_run(schedule: Values) -> str:
     return "not begun" if schedule["due_ns"] is None else _second(schedule["due"])
 
 
-def format_caller(one: Values) -> str:
-    caller = one["caller"]
+def format_caller(handler: Values) -> str:
+    caller = handler["caller"]
     if caller is None:
         return "nobody waits"
     if caller == "":

@@ -38,8 +38,8 @@ def fleet_report(outcome: FleetOutcome) -> dict[str, Any]:
     return {"same": not outcome.is_different, "verdict": _about(outcome), "parts": parts, "texts": _TEXTS}
 
 
-def _node(one: Consequence) -> dict[str, Any]:
-    return {"text": printable(one.text), "then": list(map(_node, one.then))}
+def _node(consequence: Consequence) -> dict[str, Any]:
+    return {"text": printable(consequence.text), "then": list(map(_node, consequence.then))}
 
 
 def _about(outcome: FleetOutcome) -> str:

@@ -150,6 +150,6 @@ class LiveReport:
 _NUMBERS = ("record", "messages", "same calls", "different", "seconds behind")
 
 
-def _place(one: Found) -> str:
-    message = "" if one.message is None else f", message {one.message}"
-    return f"{one.service}, record {one.record}{message}"
+def _place(found: Found) -> str:
+    message = "" if found.message is None else f", message {found.message}"
+    return f"{found.service}, record {found.record}{message}"

@@ -82,7 +82,7 @@ def decode_challenge(data: bytes) -> bytes:
     """Decode a Challenge: the app's nonce. Raises RemoteProtocolError."""
     if not data or data[0] != CHALLENGE_VERSION:
         raise RemoteProtocolError(f"a Challenge of version {data[0] if data else 'none'}, expected {CHALLENGE_VERSION}")
-    return _exactly("a Challenge's nonce", data[1:], NONCE_SIZE_BYTES)
+    return _check_size("a Challenge's nonce", data[1:], NONCE_SIZE_BYTES)
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -107,10 +107,10 @@ def encode_proof(proof: bytes) -> bytes:
 
 def decode_proof(data: bytes) -> bytes:
     """Decode an app's Proof. Raises RemoteProtocolError."""
-    return _exactly("an app's Proof", data, PROOF_SIZE_BYTES)
+    return _check_size("an app's Proof", data, PROOF_SIZE_BYTES)
 
 
-def _exactly(what: str, data: bytes, size_bytes: int) -> bytes:
+def _check_size(name: str, data: bytes, size_bytes: int) -> bytes:
     if len(data) != size_bytes:
-        raise RemoteProtocolError(f"{what} of {len(data)} bytes, {size_bytes} were expected")
+        raise RemoteProtocolError(f"{name} of {len(data)} bytes, {size_bytes} were expected")
     return data

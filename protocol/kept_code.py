@@ -48,7 +48,7 @@ class CodeStart(msgspec.Struct, frozen=True):
         return False
 
 
-def starts(folder: Path) -> list[CodeStart]:
+def read_index(folder: Path) -> list[CodeStart]:
     """Read the index, oldest first; return an empty list if there is no readable index."""
     try:
         return decoding.decode_json((folder / _INDEX).read_bytes(), type=list[CodeStart])
@@ -58,11 +58,11 @@ def starts(folder: Path) -> list[CodeStart]:
 
 def code_at(folder: Path, sequence_id: int) -> CodeStart | None:
     """Return the code that handled a record; None if it is not kept."""
-    found = [start for start in starts(folder) if start.first <= sequence_id]
+    found = [start for start in read_index(folder) if start.first <= sequence_id]
     return found[-1] if found and found[-1].archive(folder).is_file() else None
 
 
-def keep(folder: Path, app: str, sources: Mapping[str, tuple[str, bytes]], first: int) -> bool:
+def store(folder: Path, app: str, sources: Mapping[str, tuple[str, bytes]], first: int) -> bool:
     """Keep the code that handles records from ``first`` on. ``sources``: name in the archive to (path, content).
 
     This removes entries of later records from the index: the log was cut, or is another one. Returns False if the code
@@ -81,7 +81,7 @@ def keep(folder: Path, app: str, sources: Mapping[str, tuple[str, bytes]], first
     names = "".join(f"{name} {hashlib.sha256(source).hexdigest()}\n" for name, (_, source) in sorted(sources.items()))
     digest = hashlib.sha256(names.encode()).hexdigest()
     files = {path: hashlib.sha256(source).hexdigest() for path, source in sources.values()}
-    known = [start for start in starts(folder) if start.first < first]
+    known = [start for start in read_index(folder) if start.first < first]
     start = CodeStart(first, digest, app, files)
     if known and (known[-1].digest, known[-1].app, known[-1].files) == (digest, app, files):
         start = known.pop()
@@ -94,7 +94,7 @@ def keep(folder: Path, app: str, sources: Mapping[str, tuple[str, bytes]], first
 
 def forget(folder: Path, first_sequence_id: int) -> None:
     """Remove code that handled only records before ``first_sequence_id``. Raises OSError."""
-    known = starts(folder)
+    known = read_index(folder)
     behind = [start for start in known if start.first <= first_sequence_id]
     if len(behind) > 1:
         _write_index(folder, known[len(behind) - 1 :])

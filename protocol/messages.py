@@ -288,7 +288,7 @@ def decode_checkpoint(data: Readable) -> int:
     return size_bytes
 
 
-def require_end(what: str, data: Readable, end: int) -> None:
-    """Raise RemoteProtocolError if the data of the message ``what`` goes on after ``end``."""
+def require_end(name: str, data: Readable, end: int) -> None:
+    """Raise RemoteProtocolError if the data of the message ``name`` goes on after ``end``."""
     if end != len(data):
-        raise RemoteProtocolError(f"{what} has {len(data) - end} bytes too many")
+        raise RemoteProtocolError(f"{name} has {len(data) - end} bytes too many")

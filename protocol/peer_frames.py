@@ -119,8 +119,8 @@ def _decode_names(names: bytes) -> tuple[str, str, str, int]:
     return sender, receiver, reason, len(names) - offset
 
 
-def _unknown(sender: str, receiver: str, what: str) -> PeerFrame:
-    return PeerFrame(FrameType.UNKNOWN, sender, receiver, 0, 0, 0, reason=what)
+def _unknown(sender: str, receiver: str, reason: str) -> PeerFrame:
+    return PeerFrame(FrameType.UNKNOWN, sender, receiver, 0, 0, 0, reason=reason)
 
 
 def decode_frame(parts: Sequence[bytes]) -> PeerFrame:

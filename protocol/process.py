@@ -35,9 +35,9 @@ def disown_in_child(*parts: object) -> None:
     _parents.extend(parts)
 
 
-def after_fork_message(what: str, process_id: int, advice: str) -> str:
+def after_fork_message(name: str, process_id: int, advice: str) -> str:
     """Return the message for an object that was created in ``process_id`` and does not work in this process."""
-    return f"{what} was made in process {process_id}, of which this one is a fork: {advice}"
+    return f"{name} was made in process {process_id}, of which this one is a fork: {advice}"
 
 
 def _in_child() -> None:

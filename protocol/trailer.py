@@ -165,11 +165,11 @@ def _decode_batch(body: bytes, offset: int) -> tuple[BatchSource, int]:
     return BatchSource(kind, name, first_position, count, time_ns, context), offset
 
 
-def _decode_count(body: bytes, offset: int, item_size_bytes_min: int, what: str) -> tuple[int, int]:
+def _decode_count(body: bytes, offset: int, item_size_bytes_min: int, items: str) -> tuple[int, int]:
     count, offset = decode_zigzag_int(body, offset)
     rest_bytes = len(body) - offset
     if not 0 <= count * item_size_bytes_min <= rest_bytes:
-        raise RemoteProtocolError(f"a trailer announces {count} {what}, only {rest_bytes} bytes follow")
+        raise RemoteProtocolError(f"a trailer announces {count} {items}, only {rest_bytes} bytes follow")
     return count, offset
 
 

@@ -152,7 +152,7 @@ class Comparison:
         self._report = report
         self._budget = MemoryBudget(memory_bytes_max)
         self._streams: dict[str, dict[Side, _Stream]] = {}
-        self._ends: dict[Side, _End] = {}
+        self._end_by_side: dict[Side, _End] = {}
 
     def add(self, side: Side, destination: str, batch: Outputs) -> None:
         """Add the next messages of ``side`` to ``destination``."""
@@ -169,7 +169,7 @@ class Comparison:
         """Note that ``side`` has no more outputs. If it is not ``complete``, it was cut short: surplus outputs of the
         other side are no differences, except those with keys below ``before``, up to which this side is complete.
         """
-        self._ends[side] = _End(complete, before)
+        self._end_by_side[side] = _End(complete, before)
         for destination, streams in self._streams.items():
             self._advance(destination, streams)
 
@@ -205,7 +205,7 @@ class Comparison:
         """Take a message that only one side has, if the other side is at its end; return False if none was taken."""
         for side, stream in streams.items():
             key = stream.head()
-            end = self._ends.get(side.other)
+            end = self._end_by_side.get(side.other)
             if key is None or end is None:
                 continue
             position, message = stream.position, stream.pop()
@@ -219,8 +219,8 @@ class Comparison:
 
     def _compare_group(self, destination: str, key: Key, old: _Stream, new: _Stream) -> bool:
         """Compare the messages of ``key``, whose first ones differ; return False if more must arrive to align them."""
-        old_window, old_whole = old.window(key, Side.OLD in self._ends)
-        new_window, new_whole = new.window(key, Side.NEW in self._ends)
+        old_window, old_whole = old.window(key, Side.OLD in self._end_by_side)
+        new_window, new_whole = new.window(key, Side.NEW in self._end_by_side)
         if old_whole is None or new_whole is None:
             return False
         old_count = new_count = 0

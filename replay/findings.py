@@ -71,7 +71,7 @@ class Findings:
             del self.first[self._limit :]
 
     def _call(self, rpc: IncomingRpc | None) -> CallText | None:
-        return None if rpc is None else CallText.of(rpc, is_msgpack=self.is_msgpack)
+        return None if rpc is None else CallText.from_rpc(rpc, is_msgpack=self.is_msgpack)
 
     def count(self, kind: Kind) -> int:
         return sum(counts[kind] for counts in self.counts.values())
@@ -94,7 +94,7 @@ class Executions:
         self._start_keys: dict[int, Key] = {}  # handler to the input that began it
         self._owners: dict[int, int] = {}  # number to the handler that drew it
 
-    def drawn(self, sequence_id: int, data: bytes) -> None:
+    def add(self, sequence_id: int, data: bytes) -> None:
         for draw in decode_numbers(data).draws:
             if draw.task:
                 self._owners[draw.number] = draw.task
@@ -104,7 +104,7 @@ class Executions:
             while len(known) > NUMBERS_MAX:
                 del known[next(iter(known))]
 
-    def of(self, message: bytes) -> Key | None:
+    def input_of(self, message: bytes) -> Key | None:
         """Return the input that began the handler waiting for ``message`` (an answer or an effect's result)."""
         rpc = rpc_of(message)
         if rpc.kind == RpcKind.CALL and rpc.method_id != EFFECT_METHOD_ID:
@@ -138,7 +138,7 @@ class DrawnNumbersQueue:
         self._are_numbers_given = False
         self._has_started = False
 
-    def drawn(self, sequence_id: int, data: bytes, *, complete: bool) -> None:
+    def add(self, sequence_id: int, data: bytes, *, complete: bool) -> None:
         """Add numbers that the old code drew. ``complete``: no more numbers follow for this record or earlier ones."""
         with self._changed:
             self._are_numbers_given = True
@@ -154,7 +154,7 @@ class DrawnNumbersQueue:
         with self._changed:
             self._is_all_known = True
 
-    def before(self, sequence_id: int) -> list[bytes] | None:
+    def pop_until(self, sequence_id: int) -> list[bytes] | None:
         """Return the Numbers messages that the new code needs before this record; None: not known yet.
 
         Before its first record there is always one, which tells the new code to draw the same numbers.

@@ -255,13 +255,13 @@ def _poll(interest: dict[int, int], process: AppProcess | None, timeout_s: float
             poller.register(descriptor, select.POLLIN)
     ready = dict(poller.poll(timeout_s * 1000 + 1))
     if process is not None:
-        process.take_output()
+        process.read_output()
     return ready
 
 
 def _died(process: AppProcess, app: AppCommand) -> AppExitedError:
     exit_status = process.wait(LEAVE_S)
-    process.take_output()
+    process.read_output()
     ended = "closed its connection" if exit_status is None else f"ended with {exit_text(exit_status)}"
     said = "".join(f"\n  {line}" for line in process.tail.rstrip("\n").split("\n") if line)
     return AppExitedError(

@@ -283,7 +283,7 @@ def group_outcomes(pairs: Iterable[tuple[Verdict | None, Verdict | None]]) -> li
             fate = MessageOutcome.FAILS
         elif is_now is None:
             fate = MessageOutcome.WORKS
-        elif _what(was) != _what(is_now):
+        elif _failure_key(was) != _failure_key(is_now):
             fate = MessageOutcome.DIFFERS
         else:
             continue
@@ -292,7 +292,7 @@ def group_outcomes(pairs: Iterable[tuple[Verdict | None, Verdict | None]]) -> li
     return list(groups.values())
 
 
-def _what(verdict: Verdict) -> tuple[VerdictKind, str, str]:
+def _failure_key(verdict: Verdict) -> tuple[VerdictKind, str, str]:
     return verdict.kind, verdict.type_name, verdict.text
 
 

@@ -156,8 +156,8 @@ def _run_both(
     old_class, new_class = (apps[side].name.rpartition(":")[2] for side in Side)
     is_other = apps[Side.NEW].code is not None and old_class == new_class
     run = _Run(limit, progress, comes_from_elsewhere=is_other)
-    prover = _Prover(run, Side.OLD, route.checkpoint.outputs, shared)
-    sinks: dict[Side, _Looker] = {Side.OLD: prover, Side.NEW: _Looker(run, Side.NEW)}
+    prover = _ProvingSink(run, Side.OLD, route.checkpoint.outputs, shared)
+    sinks: dict[Side, _ComparingSink] = {Side.OLD: prover, Side.NEW: _ComparingSink(run, Side.NEW)}
     results: dict[Side, ReplayResult] = {}
     # An app of the base protocol sends nothing before it has outputs: do not wait for its numbers.
     tells_numbers = bool(source.summary().extensions)
@@ -172,7 +172,7 @@ def _run_both(
             progress=lambda records, total: run.progress(side, records, total),
             stop=lambda: sinks[side].has_seen_enough,
             announce=lambda address: announce(side, address),
-            numbers=run.numbers.before if side is Side.NEW and tells_numbers else None,
+            numbers=run.numbers.pop_until if side is Side.NEW and tells_numbers else None,
             sends_verdict=_verdict_filter(side),
         )
         sinks[side].finish(result)
@@ -367,7 +367,7 @@ class _Run:
             raise _StoppedError
 
 
-class _Looker(Sink):
+class _ComparingSink(Sink):
     """Sink that passes one side's outputs to the comparison."""
 
     def __init__(self, run: _Run, side: Side) -> None:
@@ -404,7 +404,7 @@ class _Looker(Sink):
         self._run.finish(self._side, result)
 
 
-class _Prover(_Looker):
+class _ProvingSink(_ComparingSink):
     """Sink of the old side. Its outputs must match the log's marks; else a comparison means nothing.
 
     A message that fails only here ends the replay. Methods raise OutputDivergenceError.
@@ -443,7 +443,7 @@ class _Prover(_Looker):
 
     def outputs(self, made: Made) -> None:
         if self._failed is None:
-            self._made(made, made.payload)
+            self._check_outputs(made, made.payload)
         elif made.origins is None:
             return  # it may have been sent after the failed message
         else:
@@ -455,9 +455,9 @@ class _Prover(_Looker):
 
     def impulses(self, kept: KeptImpulses) -> None:
         if self._failed is None:
-            self._made(kept, b"")
+            self._check_outputs(kept, b"")
 
-    def _made(self, made: Made | KeptImpulses, checked: bytes) -> None:
+    def _check_outputs(self, made: Made | KeptImpulses, checked: bytes) -> None:
         destination, batch = made.destination, OutputBatch(made.first_position, made.count, made.payload)
         before = self._marks.get(destination, OutputMark(0, 0)).checksum
         after = crc64(checked, before)
@@ -468,8 +468,8 @@ class _Prover(_Looker):
         if sequence_id is None:
             self._run.numbers.end()
         else:
-            self._run.numbers.drawn(sequence_id, data, complete=complete)
-            self._run.executions.drawn(sequence_id, data)
+            self._run.numbers.add(sequence_id, data, complete=complete)
+            self._run.executions.add(sequence_id, data)
 
     def finish(self, result: ReplayResult) -> None:
         failed = self._failed

@@ -229,5 +229,5 @@ class Token:
     def _cookie(self, origin: str, until_s: int) -> str:
         return f"{until_s}.{self._derived('cookie', f'{until_s} {origin}'.encode())}"
 
-    def _derived(self, what: str, salt: bytes) -> str:
-        return hmac.new(self._token.encode(), what.encode() + salt, hashlib.sha256).hexdigest()
+    def _derived(self, purpose: str, salt: bytes) -> str:
+        return hmac.new(self._token.encode(), purpose.encode() + salt, hashlib.sha256).hexdigest()

@@ -53,13 +53,13 @@ class Place:
         self.limit("request", REQUEST_S)
         self.limit("stranger", STRANGER_S)
 
-    def limit(self, what: str, limit_s: float) -> None:
+    def limit(self, name: str, limit_s: float) -> None:
         """End the connection after that time, unless :meth:`lift` is called before."""
-        if what not in self._limits:
-            self._limits[what] = self._loop.call_later(limit_s, self.end)
+        if name not in self._limits:
+            self._limits[name] = self._loop.call_later(limit_s, self.end)
 
-    def lift(self, what: str) -> None:
-        if (timer := self._limits.pop(what, None)) is not None:
+    def lift(self, name: str) -> None:
+        if (timer := self._limits.pop(name, None)) is not None:
             timer.cancel()
 
     def mark_known(self) -> None:

@@ -28,7 +28,7 @@ from immortal.presenters.operations import (
     place_in_words,
     with_times,
 )
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.extensions import QUERIES
 from immortal.protocol.safe_output import printable_json_text
 from immortal.web import WebError
@@ -148,10 +148,10 @@ def _streams(status: Values, peers: Values) -> list[Values]:
     return found
 
 
-def _query_coordinator(settings: InstanceSettings, what: str) -> Values:
+def _query_coordinator(settings: InstanceSettings, verb: str) -> Values:
     """Return what an instance that runs tells; {} if it does not."""
     try:
-        return control.query(settings.folder, what, ASK_S)
+        return control.query(settings.folder, verb, ASK_S)
     except ControlError:
         return {}
 
@@ -184,11 +184,11 @@ def _handlers(settings: InstanceSettings) -> Values:
     return found
 
 
-def _wait(name: str, one: Values, wait: Values) -> Values:
+def _wait(name: str, handler: Values, wait: Values) -> Values:
     return {
         "kind": wait["kind"],
         "text": format_wait(wait),
-        "ends": describe_wait_end(name, one["id"], wait),
+        "ends": describe_wait_end(name, handler["id"], wait),
         "event": wait.get("event"),
         "is_between_attempts": bool(wait.get("failure")),
     }
@@ -259,7 +259,10 @@ def _answer(site: Site, settings: InstanceSettings, query: str, arguments: list[
             value = getattr(instance.query, query)(*arguments)
         except CallRaised as error:
             raise WebError(f"the query raised {error}") from None
-    return printable_json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    encoded = msgspec.json.encode(value)
+    if redaction.concerns(query):
+        encoded = msgspec.json.encode(redaction.result(query, decoding.load_json(encoded)), enc_hook=str)
+    return printable_json_text(msgspec.json.format(encoded, indent=2).decode())
 
 
 def _query_page(

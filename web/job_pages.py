@@ -53,7 +53,7 @@ def what_if(request: Request) -> Response:
         app=settings.app or "",
         checkpoints=[one for one in summary.checkpoints if one.sequence_id + 1 >= summary.first_sequence_id],
         last=summary.last_sequence_id,
-        jobs=site.jobs.of(settings.name),
+        jobs=site.jobs.of_instance(settings.name),
     )
 
 
@@ -100,7 +100,7 @@ def _started(site: Site, order: FleetOrder) -> Response:
 
 
 def _fleet_form(site: Site, order: FleetOrder, problem: str = "") -> Response:
-    names, jobs = site.registry.names(), site.jobs.of("")
+    names, jobs = site.registry.names(), site.jobs.of_instance("")
     shown: dict[str, Any] = {"order": order, "problem": problem, "names": names, "effects": EFFECTS, "jobs": jobs}
     return page("what_if_fleet.html", site=site, **shown)
 
@@ -114,11 +114,11 @@ def picture(request: Request) -> Response:
     return Response(parts[number]["chart"], media_type="image/svg+xml")
 
 
-def _app(text: str, what: str) -> str:
+def _app(text: str, name: str) -> str:
     try:
         app = check_app(text.strip())
     except ConfigError as error:
-        raise WebError(f"{what}: {error}") from None
+        raise WebError(f"{name}: {error}") from None
     return app
 
 

@@ -88,7 +88,7 @@ class Jobs:
             job.state, job.error = "failed", "the server was stopped while it ran: start it again"
         return job
 
-    def of(self, name: str) -> list[Job]:
+    def of_instance(self, name: str) -> list[Job]:
         """Return the last what-ifs of an instance, or of the fleet (""), the newest first."""
         found = []
         for path in self._paths():

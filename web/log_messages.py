@@ -297,7 +297,7 @@ class Times:
         self.first, self.last = reader.ends()
         self._known: dict[int, int] = {}
 
-    def of(self, sequence_id: int) -> int:
+    def time_ns(self, sequence_id: int) -> int:
         """Return a record's time, in ns since the Unix epoch; 0 if the record is damaged or missing."""
         found = self._known.get(sequence_id)
         if found is None:
@@ -314,7 +314,7 @@ class Times:
         high = self.last + 1 if high is None else high
         while low < high:
             middle = (low + high) // 2
-            if self.of(middle) < time_ns:
+            if self.time_ns(middle) < time_ns:
                 low = middle + 1
             else:
                 high = middle

@@ -75,7 +75,7 @@ class Lane:
     def _edge(self, time_ns: int, low: int) -> int:
         """Find the first record from a time on, as Times.first_from, but near ``low`` first: most edges are there."""
         step = 1
-        while low + step < self._end and self._times.of(low + step) < time_ns:
+        while low + step < self._end and self._times.time_ns(low + step) < time_ns:
             step *= 4
         return self._times.first_from(time_ns, low, min(self._end, low + step))
 
@@ -99,7 +99,7 @@ def ends(reader: LogReader) -> tuple[int, int] | None:
     first, last = times.first, times.last
     if first > last:
         return None
-    return times.of(first), times.of(last)
+    return times.time_ns(first), times.time_ns(last)
 
 
 def packed(messages: Sequence[Message], origin_ns: int, lanes: dict[str, int]) -> list[list[Any]]:

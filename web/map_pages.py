@@ -62,14 +62,14 @@ def _view(request: Request) -> dict[str, Any]:
     }
 
 
-def _line(one: Stream, at: dict[str, tuple[int, int]]) -> dict[str, Any]:
+def _line(stream: Stream, at: dict[str, tuple[int, int]]) -> dict[str, Any]:
     """Return a stream as a curve from the right side of its sender to the left side of its receiver."""
-    x, to_x = at[one.source][0] + BOX_WIDTH, at[one.to][0]
-    y, to_y = at[one.source][1] + BOX_HEIGHT // 2, at[one.to][1] + BOX_HEIGHT // 2
+    x, to_x = at[stream.source][0] + BOX_WIDTH, at[stream.to][0]
+    y, to_y = at[stream.source][1] + BOX_HEIGHT // 2, at[stream.to][1] + BOX_HEIGHT // 2
     bend = max(60, (to_x - x) // 2)
     curve = f"M{x} {y}C{x + bend} {y} {to_x - bend} {to_y} {to_x} {to_y}m-7-4l7 4l-7 4"  # with the head of an arrow
-    thickness = round(1 + math.log10(1 + (one.rate or 0.0)), 1)
-    return {"stream": one, "curve": curve, "thickness": thickness, "x": (x + to_x) // 2, "y": (y + to_y) // 2}
+    thickness = round(1 + math.log10(1 + (stream.rate or 0.0)), 1)
+    return {"stream": stream, "curve": curve, "thickness": thickness, "x": (x + to_x) // 2, "y": (y + to_y) // 2}
 
 
 @lru_cache(4)

@@ -172,12 +172,12 @@ def _timings(
     settings: InstanceSettings, committer_id: int, found: Message, record: Mapping[str, Any]
 ) -> list[tuple[str, int]]:
     """List durations that the instance noted beside the log for a message: (name, ns)."""
-    of_record = Timings(settings.folder / FOLDER_NAME, committer_id).of(found.sequence_id)
+    of_record = Timings(settings.folder / FOLDER_NAME, committer_id).record_timing(found.sequence_id)
     if of_record is None:
         return []
     begins = accumulate((batch["count"] for batch in record.get("sources", ())), initial=0)
     first = max(begin for begin in begins if begin <= found.index)  # of its batch
-    timing = of_record.of(found.index, first, found.time_ns, None if found.source else found.sent_ns)
+    timing = of_record.message_timing(found.index, first, found.time_ns, None if found.source else found.sent_ns)
     ends = {
         "Queue": (timing.arrived_ns, timing.began_ns or timing.given_ns),
         "Disk": (timing.submitted_ns, timing.durable_ns),
@@ -186,15 +186,15 @@ def _timings(
     return [(what, end - begin) for what, (begin, end) in ends.items() if begin is not None and end is not None]
 
 
-def _pretty(one: Message) -> str:
+def _pretty(message: Message) -> str:
     try:
-        short = len(one.text) <= LINE_CHARACTERS
-        return one.text if short else json.dumps(decoding.load_json(one.text), indent=2, ensure_ascii=False)
+        short = len(message.text) <= LINE_CHARACTERS
+        return message.text if short else json.dumps(decoding.load_json(message.text), indent=2, ensure_ascii=False)
     except ValueError:  # bytes, for a message whose method has no name
-        return one.text
+        return message.text
 
 
-def _as_test(settings: InstanceSettings, one: Message) -> str:
+def _as_test(settings: InstanceSettings, message: Message) -> str:
     """Return a test that fails if the present class handles this message, or one before it, differently."""
     module, _, cls = (settings.app or "module:Class").partition(":")
     name = settings.name.replace("-", "_")
@@ -203,18 +203,18 @@ def _as_test(settings: InstanceSettings, one: Message) -> str:
         f"from immortal.appsdk.testing import assert_replays\n"
         f"from {module} import {cls}\n\n\n"
         f"def test_{name}_does_what_it_did() -> None:\n"
-        f"    # with record {one.sequence_id}, message {one.index}: {one.method}\n"
+        f"    # with record {message.sequence_id}, message {message.index}: {message.method}\n"
         f'    assert_replays("tests/{settings.name}.log", {cls})\n'
     )
 
 
-def _as_calls(settings: InstanceSettings, one: Message) -> dict[str, str]:
+def _as_calls(settings: InstanceSettings, message: Message) -> dict[str, str]:
     """Return code that repeats the call, as "client" (Python) and "command"; empty if that is impossible."""
-    values = one.described.get("values")
-    handler = one.method.rpartition(".")[2]
-    if one.kind != "call" or not isinstance(values, list) or "method" not in one.described:
+    values = message.described.get("values")
+    handler = message.method.rpartition(".")[2]
+    if message.kind != "call" or not isinstance(values, list) or "method" not in message.described:
         return {}
-    if not handler.isidentifier() or len(one.text) > SHOWN_CHARACTERS_MAX or '{"$' in one.text:
+    if not handler.isidentifier() or len(message.text) > SHOWN_CHARACTERS_MAX or '{"$' in message.text:
         return {}
     called = ", ".join(repr(value) for value in values)
     given = "".join(f" {shlex.quote(json.dumps(value, ensure_ascii=False))}" for value in values)

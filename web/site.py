@@ -51,7 +51,7 @@ class Notes:
         self._folder = folder
         self._lock = threading.Lock()
 
-    def of(self, name: str) -> list[Note]:
+    def of_instance(self, name: str) -> list[Note]:
         """Return the notes about an instance, by moment."""
         try:
             lines = self._path(name).read_bytes().splitlines()
@@ -72,7 +72,7 @@ class Notes:
             raise WebError(f"a note has {len(text)} characters: 1 to {NOTE_CHARACTERS_MAX} were expected")
         line = msgspec.json.encode(Note(record, index, text, time.time_ns())) + b"\n"
         with self._lock:
-            if len(self.of(name)) >= NOTES_MAX:
+            if len(self.of_instance(name)) >= NOTES_MAX:
                 raise WebError(f"{name} has {NOTES_MAX} notes: remove some of them from {self._path(name)}")
             make_folder(self._folder)
             descriptor = os.open(self._path(name), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

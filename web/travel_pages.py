@@ -83,7 +83,7 @@ def travel(request: Request) -> Response:
         problem=problem,
         note=note,
         at=at or (overview["last"], 0),
-        notes=site.notes.of(settings.name),
+        notes=site.notes.of_instance(settings.name),
     )
 
 
@@ -250,18 +250,18 @@ def _linked_outputs(site: Site, settings: InstanceSettings, moment: Values) -> V
     return {"made": made, "made_more": moment["made_count"] - len(made)}
 
 
-def _followed(site: Site, settings: InstanceSettings, one: Values) -> Values:
+def _followed(site: Site, settings: InstanceSettings, output: Values) -> Values:
     """Find a message that was made, in the log of its receiver."""
-    destination = one["destination"] or settings.name
+    destination = output["destination"] or settings.name
     if destination.startswith(CLIENTS):
-        return {**one, "name": None, "at": None, "problem": "an answer to a client"}
+        return {**output, "name": None, "at": None, "problem": "an answer to a client"}
     try:
         with site.logs.reader(site.settings(destination)) as reader:
             source = "" if destination == settings.name else settings.name
-            at = find_position(reader, source, one["position"])
+            at = find_position(reader, source, output["position"])
     except ImmortalError as error:
-        return {**one, "name": None, "at": None, "problem": str(error)}
-    return {**one, "name": destination, "at": at, "problem": "" if at else "not in its log, or no longer kept"}
+        return {**output, "name": None, "at": None, "problem": str(error)}
+    return {**output, "name": destination, "at": at, "problem": "" if at else "not in its log, or no longer kept"}
 
 
 def _cause(site: Site, settings: InstanceSettings, source: str | None, position: int) -> Values | None:
@@ -278,10 +278,10 @@ def _cause(site: Site, settings: InstanceSettings, source: str | None, position:
     return {"name": sender, **found, "problem": "" if found["at"] else "its log does not reach back that far"}
 
 
-def _ask_explorer(site: Site, settings: InstanceSettings, what: str, **given: Any) -> Values:
+def _ask_explorer(site: Site, settings: InstanceSettings, method: str, **given: Any) -> Values:
     if not log_exists(settings.log):
         raise WebError(f"{settings.name!r} has not been started yet: it has no log", 404)
-    answer: Values = site.travel.ask(settings.name, what, **given)
+    answer: Values = site.travel.ask(settings.name, method, **given)
     return answer
 
 

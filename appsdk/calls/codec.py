@@ -135,13 +135,13 @@ class ArgumentCodec:
         Raises TypeError.
         """
         if self.needs_forms:
-            arguments = self.exactly(arguments)
+            arguments = self.tag_values(arguments)
         try:
             return arguments, encode_value(arguments)
         except Exception as error:
             raise unencodable(self.name, self.signature.parameters, arguments, error) from None
 
-    def exactly(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    def tag_values(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return ``arguments``, each replaced by what is encoded so that values annotated ``Any`` keep their types.
 
         Raises TypeError.
@@ -214,7 +214,7 @@ class ArgumentCodec:
     def _shape(self, front: tuple[type, ...], count: int) -> Any:
         return tuple[(*front, *map(readable_type, self.types[:count]))]  # type: ignore[misc, valid-type]
 
-    def apart(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def split_keywords(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Split arguments, all by position, into those by position and those by name, as a call passes them."""
         at = self.count - len(self._named)
         return values[:at], dict(zip(self._named, values[at:], strict=False))

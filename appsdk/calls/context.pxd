@@ -3,7 +3,7 @@
 cdef class Context:
     cdef public Py_ssize_t message_index
     cdef public Py_ssize_t slice_end
-    cdef public bint carries
+    cdef public bint carries_handles
     cdef public unsigned long handling_thread_id
     cdef public unsigned long thread_id
     cdef public object _streams, _streams_of, committer_id, definition, handlers, instance_name, multicasts, nodes, outbox, peers, present

@@ -38,7 +38,7 @@ class Context:
     __slots__ = (
         "_streams",
         "_streams_of",
-        "carries",
+        "carries_handles",
         "committer_id",
         "definition",
         "handlers",
@@ -75,7 +75,7 @@ class Context:
         self.present: Any = None  # an immortal.appsdk.handlers.keys.KeyContext while an object of a key runs
         self.nodes: Any = None  # an immortal.appsdk.nodes.nodes.Nodes, or None as for tasks
         self.reporter: Any = None  # an immortal.appsdk.handlers.log.FailureReporter, or None: failures are not reported
-        self.carries = False  # True if a handle was encoded: the message that is sent now can contain it
+        self.carries_handles = False  # True if a handle was encoded: the message that is sent now can contain it
         self.instance_name = ""  # the caller's name in calls that wait for an answer
         self.sites = CallSites()
         self.run_contexts = RunContexts(self)
@@ -90,11 +90,12 @@ class Context:
         self._streams: dict[tuple[bytes, bytes], random.Random] = {}
         self._streams_of = (-1, 0)
 
-    def require_handler_thread(self, what: str) -> None:
+    def require_handler_thread(self, function_name: str) -> None:
         if threading.get_ident() != self.thread_id:
             raise UsageError(
-                f"immortal.{what} is for handlers: it is part of what a replay repeats. In a hook or thread of your "
-                f"own use Python's modules 'time', 'random', 'uuid', and send what the app is to know as an impulse"
+                f"immortal.{function_name} is for handlers: it is part of what a replay repeats. In a hook or thread "
+                f"of your own use Python's modules 'time', 'random', 'uuid', and send what the app is to know as an "
+                f"impulse"
             )
 
     def now_ns(self) -> int:

@@ -55,26 +55,26 @@ _AT_INDEX = re.compile(r" - at `\$\[(\d+)\]")
 _CALLER_AND_NUMBER = decoding.Decoder(list[msgspec.Raw])
 
 
-def checked_on_error(where: str, given: object) -> OnError:
+def checked_on_error(subject: str, given: object) -> OnError:
     """Return ``given`` as an OnError. Raises DefinitionError."""
     for one in get_args(OnError):
         if given == one:
             found: OnError = one
             return found
-    raise DefinitionError(f"{where}: on_error={given!r}: 'undo', 'keep' or 'stop' were expected")
+    raise DefinitionError(f"{subject}: on_error={given!r}: 'undo', 'keep' or 'stop' were expected")
 
 
-def checked_raises(where: str, raises: Iterable[type[Exception]]) -> dict[str, type[Exception]]:
+def checked_raises(subject: str, raises: Iterable[type[Exception]]) -> dict[str, type[Exception]]:
     """Return the declared exceptions by name. Raises DefinitionError."""
     found: dict[str, type[Exception]] = {}
     given: Any = (raises,) if isinstance(raises, type) else raises
     for one in given:
         if not (isinstance(one, type) and issubclass(one, Exception)):
-            raise DefinitionError(f"{where}(raises=[{one!r}]): a class below Exception was expected")
+            raise DefinitionError(f"{subject}(raises=[{one!r}]): a class below Exception was expected")
         if issubclass(one, BaseExceptionGroup):
-            raise DefinitionError(f"{where}(raises=[{one!r}]): a group of exceptions can't be sent, only one of them")
+            raise DefinitionError(f"{subject}(raises=[{one!r}]): a group of exceptions can't be sent, only one of them")
         if found.setdefault(one.__name__, one) is not one:
-            raise DefinitionError(f"{where}(raises=...): two exceptions are called {one.__name__!r}")
+            raise DefinitionError(f"{subject}(raises=...): two exceptions are called {one.__name__!r}")
     return found
 
 
@@ -100,10 +100,10 @@ def refusal(method: str, method_id: int | None, cause: Cause, text: str) -> Fail
     return Failure("keep", method, method_id, "", _encodable(text)[:TEXT_CHARACTERS_MAX], refused=cause)
 
 
-def refused(context: Context, what: str, cause: Cause, text: str) -> HandlerError:
+def refused(context: Context, subject: str, cause: Cause, text: str) -> HandlerError:
     """Make the error for a message that this instance must not receive: the message fails alone."""
     sequence_id, index = context.sequence_id, context.message_index
-    failure = refusal(what, None, cause, text)
+    failure = refusal(subject, None, cause, text)
     return HandlerError(f"record {sequence_id}, message {index}: {text}; the app stops", sequence_id, index, failure)
 
 
@@ -149,7 +149,7 @@ def argument_mismatch(codec: ArgumentCodec, error: BaseException, data: bytes, f
 # --- the message itself -----------------------------------------------------------------------------------------------
 
 
-def failure_in_words(verdict: Verdict) -> str:
+def describe_failure(verdict: Verdict) -> str:
     """Return a verdict as text: "KeyError: 'pepper'", or the kind of failure."""
     return ": ".join(filter(None, (verdict.type_name, verdict.text))) or verdict.kind.name.lower()
 
@@ -232,9 +232,9 @@ CANCELLED = "~cancelled"
 """Type name that says that the handler was cancelled. A caller that does not know it raises a CalleeFailed."""
 
 
-def encode_failed(type_name: str, text: str, where: str) -> bytes:
+def encode_failed(type_name: str, text: str, place: str) -> bytes:
     """Encode a CalleeFailed, in the form of :func:`immortal.appsdk.state.journal.encode_raised`."""
-    return encoder.encode((FAILED_CALL, (type_name, text, where), {}))
+    return encoder.encode((FAILED_CALL, (type_name, text, place), {}))
 
 
 def encode_refused(text: str) -> bytes:

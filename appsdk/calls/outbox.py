@@ -202,7 +202,7 @@ class Outbox:
         self._repeated: dict[str, int] = {}
         self._reports: list[bytes] = []
         self.collected: list[tuple[str, list[bytes]]] | None = None  # takes all batches, none is sent
-        self.only_reports = False  # :meth:`take` returns only reports
+        self.only_reports = False  # :meth:`pop_chunks` returns only reports
         self.holder: Any = (
             None  # an immortal.appsdk.ordering.multicasts.Multicasts that may hold calls back; None: nothing does
         )
@@ -271,7 +271,7 @@ class Outbox:
                 front, body, size_bytes = _encoded_again(fronts, name, signature.parameters, arguments, error)
             if len(body) > shallow and is_nested_beyond(body, 0, len(body), shallow + 1):
                 raise UsageError(describe_depth(name, signature.parameters, arguments))
-            if context.carries:
+            if context.carries_handles:
                 context.nodes.accounts.count_outgoing(destination, body)
             parts = batch.parts
             if not parts:
@@ -300,7 +300,7 @@ class Outbox:
         def send(arguments: tuple[Any, ...]) -> None:
             is_first = not batch.parts
             size_bytes = write(batch.parts, arguments)
-            if self._context.carries:
+            if self._context.carries_handles:
                 is_first = self._pass_handles(batch)
             batch.size_bytes += size_bytes
             if is_first:
@@ -330,11 +330,11 @@ class Outbox:
 
     def _close(self, batch: Batch) -> None:
         if self.holder is not None and self.holder.must_hold(batch.destination):
-            self._hold(batch)
+            self._hold_back(batch)
         else:
             self._send_batch(batch)
 
-    def _hold(self, batch: Batch) -> None:
+    def _hold_back(self, batch: Batch) -> None:
         """Hand the messages of a batch to ``self.holder``, which sends them later."""
         self.holder.hold(batch.destination, batch.parts)
         batch.parts, batch.size_bytes = [], 0
@@ -428,23 +428,23 @@ class Outbox:
             self._close(batch)
         self._open.clear()
 
-    def take(self) -> list[Chunk]:
+    def pop_chunks(self) -> list[Chunk]:
         """Return the output to send now, for the caller to own: with impulses, or only reports if ``only_reports``."""
         if self.only_reports:
             reports: list[Chunk] = [*self._reports]
             self._reports = []
             return reports
         self.close_batches()
-        for batch in self.impulses.take():
+        for batch in self.impulses.pop_batches():
             self._append(MessageType.IMPULSE_BATCH, batch)
         if self.impulses.checkpoint_wanted:
             self.impulses.checkpoint_wanted = False
             self.send(encode_message(MessageType.TAKE_CHECKPOINT))
-        taken, self._ready = self._ready, []
+        popped, self._ready = self._ready, []
         self.ready_size_bytes = 0
         if self._reports:
-            taken[:0], self._reports = self._reports, []
-        return taken
+            popped[:0], self._reports = self._reports, []
+        return popped
 
 
 def outside_handler_error(context: Context, name: Name) -> UsageError:
@@ -473,7 +473,7 @@ class ImpulseQueue:
         self._why_closed: str | None = None
         self.checkpoint_wanted = False
         self._sent_count = self._sent_size_bytes = 0  # by the app's threads
-        self._taken_count = self._taken_size_bytes = 0  # by the connection
+        self._popped_count = self._popped_size_bytes = 0  # by the connection
         self._accepted_count = self._accepted_size_bytes = 0  # by the coordinator
         self._count_limit = IMPULSES_OUTSTANDING_MAX  # of what can have been sent: moves with what is accepted
         self._size_limit_bytes = IMPULSES_OUTSTANDING_BYTES_MAX
@@ -540,25 +540,25 @@ class ImpulseQueue:
             self.checkpoint_wanted = True
         self._wake()
 
-    def take(self) -> list[Batch]:
+    def pop_batches(self) -> list[Batch]:
         """Return the batches to be sent now, in order."""
         if not self._batches:  # read without the lock: a thread that appends wakes the connection afterwards
             return []
         with self._lock:
-            taken, self._batches = self._batches, []
-            for batch in taken:
-                self._taken_count += batch.count
-                self._taken_size_bytes += batch.size_bytes
-                self._marks.append((self._taken_count, self._taken_size_bytes))
-        return taken
+            popped, self._batches = self._batches, []
+            for batch in popped:
+                self._popped_count += batch.count
+                self._popped_size_bytes += batch.size_bytes
+                self._marks.append((self._popped_count, self._popped_size_bytes))
+        return popped
 
     def accept(self, count: int) -> None:
         """Note that the first ``count`` impulses of this connection are durable. Raises RemoteProtocolError."""
         with self._lock:
-            if not self._accepted_count <= count <= self._taken_count:
+            if not self._accepted_count <= count <= self._popped_count:
                 raise RemoteProtocolError(
                     f"the coordinator says that {count} impulses are accepted; it had said {self._accepted_count}, "
-                    f"and was sent {self._taken_count}"
+                    f"and was sent {self._popped_count}"
                 )
             self._accepted_count = count
             while self._marks and self._marks[0][0] <= count:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overlo
 from immortal.appsdk.client.connection import random_client_id
 from immortal.appsdk.client.methods import CANCEL, Method, NamedMethod, NamedQuery, Status, typed_method, typed_query
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.handlers.definition import Definition, key_problem, shard_of
+from immortal.appsdk.handlers.definition import ELSEWHERE, Definition, key_problem, shard_of
 from immortal.protocol.client_frames import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
 from immortal.protocol.errors import LocalProtocolError
 from immortal.protocol.safe_output import is_encodable
@@ -27,7 +27,7 @@ from functools import partial
 
 from immortal.appsdk.client.connection import Connection
 from immortal.appsdk.client.discovery import Finder
-from immortal.appsdk.client.errors import CallRaised, CallTimeout, ClientClosed, ClientError
+from immortal.appsdk.client.errors import CallRaised, CallRefused, CallTimeout, ClientClosed, ClientError
 from immortal.appsdk.client.methods import STATUS
 from immortal.appsdk.client.session import Call, Question
 from immortal.appsdk.client.shells import LoopShell, OwnId, ThreadShell, require_process
@@ -142,7 +142,7 @@ class ProxyMethod:
         encoded = self._encoded(arguments, keywords)
         made = self.handle(self._key or self._client.new_key())
         taken = self._client.start(self._method, encoded, self._timeout_s, made._key, *self._trace)
-        return _after(taken, made) if isinstance(taken, Coroutine) else made
+        return _handle_after(taken, made) if isinstance(taken, Coroutine) else made
 
     def handle(self, key: str | None = None) -> Handle[Any]:
         """Return the handle of the call with that key; without one, with the key of this proxy."""
@@ -155,12 +155,31 @@ class ProxyMethod:
 class QueryMethod(ProxyMethod):
     """Query to ask: ``counter.query.total()`` runs between two handlers, and is not logged.
 
-    With a key it is a request like any call, logged and done once."""
+    With a request key it is a request like any call, logged and done once; also where its key of a keyed class has
+    moved to another shard, since only calls are forwarded."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        call = partial(super().__call__, *arguments, **keywords)
         if self._key is not None:
-            return super().__call__(*arguments, **keywords)
-        return self._client.query(self._method, self._encoded(arguments, keywords), self._timeout_s)
+            return call()
+        try:
+            taken = self._client.query(self._method, self._encoded(arguments, keywords), self._timeout_s)
+        except CallRefused as error:
+            return _if_moved(error, call)
+        return _asked(taken, call) if isinstance(taken, Awaitable) else taken
+
+
+def _if_moved(error: CallRefused, call: Callable[[], Any]) -> Any:
+    if ELSEWHERE not in str(error):
+        raise error
+    return call()
+
+
+async def _asked(taken: Awaitable[Any], call: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await taken
+    except CallRefused as error:
+        return await _if_moved(error, call)
 
 
 class Queries:
@@ -307,9 +326,9 @@ def trace_context_of(traceparent: object) -> str:
         raise TypeError(str(error)) from None
 
 
-async def _after(taken: Awaitable[Any], made: Handle[Any]) -> Handle[Any]:
-    await taken
-    return made
+async def _handle_after(submitted: Awaitable[Any], handle: Handle[Any]) -> Handle[Any]:
+    await submitted
+    return handle
 
 
 def with_timeout(proxy: P, timeout: float | None) -> P:

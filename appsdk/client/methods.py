@@ -108,7 +108,7 @@ class TypedMethod:
         if keywords or len(arguments) != self._codec.plain_count:
             arguments = self._codec.bind(arguments, keywords)
         if self._codec.needs_forms:
-            arguments = self._codec.exactly(arguments)
+            arguments = self._codec.tag_values(arguments)
         data = _encoded(self.name, arguments, self._codec.signature.parameters)
         try:
             self._codec.decode(data)

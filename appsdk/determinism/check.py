@@ -72,7 +72,7 @@ def check(definition: Definition) -> list[Finding]:
         app = Instance(own.cls, of_state=True, waits=True)
         for name, handler in own.handlers.items():
             search.follow(attribute(app, name))
-            search.look_at_returns(own, handler)
+            search.check_returns(own, handler)
         app = replace(app, waits=False)
         for hook in (own.initial, "upgrade" if version.upgrades else None):
             search.follow(attribute(app, hook) if hook is not None else None)
@@ -93,7 +93,7 @@ class Search:
         self.rules = Rules()
         self._packages = tuple(_package_of(app) for app in apps)
         self._sources: dict[str, Source] = {}
-        self._seen: set[tuple[object, ...]] = set()
+        self._visited: set[tuple[object, ...]] = set()
         self._waiting: list[tuple[FunctionType, Value]] = []
         self._findings: dict[Finding, None] = {}
 
@@ -111,7 +111,7 @@ class Search:
             source = self._sources[file] = Source(file, function.__globals__)
         return source
 
-    def look_at_returns(self, definition: Definition, handler: Handler[Any, Any]) -> None:
+    def check_returns(self, definition: Definition, handler: Handler[Any, Any]) -> None:
         function = inspect.unwrap(handler.function)
         if not isinstance(function, FunctionType) or not self._is_users(function):
             return
@@ -157,11 +157,11 @@ class Search:
             key += (id(shape(receiver.hint)[0]), receiver.of_state, receiver.waits)
         elif isinstance(receiver, Known) and isinstance(receiver.value, type):
             key += (id(receiver.value),)
-        if key not in self._seen:
-            self._seen.add(key)
+        if key not in self._visited:
+            self._visited.add(key)
             self._waiting.append((function, receiver))
 
-    def making(self, cls: type) -> Iterator[tuple[str, Value]]:
+    def default_calls(self, cls: type) -> Iterator[tuple[str, Value]]:
         """Yield the code that runs when an instance is created: methods, and factories of fields (with the name)."""
         for name in ("__new__", "__init__", "__post_init__"):
             yield "", attribute(Instance(cls), name)
@@ -212,7 +212,7 @@ def misfits(
             yield each, f"returns {found} where '-> {annotated}' is declared"
     leaves = (ast.Raise, ast.Assert, ast.Yield, ast.YieldFrom)
     raises = any(isinstance(each, leaves) for each in nodes_of_function(node))
-    ends = not returns and not raises and _comes_to_its_end(node.body)
+    ends = not returns and not raises and _can_fall_through(node.body)
     if ends and _misfit(None, hint, decode) is not None:
         yield node.body[-1], f"ends without a 'return' where '-> {annotated}' is declared"
 
@@ -240,11 +240,11 @@ def _misfit_by_kind(value: ast.expr | None, hint: Any) -> str | None:
     return name if name and cls in _PLAIN and cls not in kinds else None
 
 
-def _comes_to_its_end(body: list[ast.stmt]) -> bool:
+def _can_fall_through(body: list[ast.stmt]) -> bool:
     """Return True if the body surely reaches its end: no stub, no endless loop, no call that can run forever."""
     last = body[-1]
     if isinstance(last, ast.If):
-        return _comes_to_its_end(last.body) or (bool(last.orelse) and _comes_to_its_end(last.orelse))
+        return _can_fall_through(last.body) or (bool(last.orelse) and _can_fall_through(last.orelse))
     if isinstance(last, ast.Expr):
         value = last.value.value if isinstance(last.value, ast.Await) else last.value
         function = value.func if isinstance(value, ast.Call) else None

@@ -123,7 +123,7 @@ class Follower(Protocol):
 
     def add(self, code: CodeType, line: int, what: str, instead: str) -> None: ...
     def follow(self, value: Value) -> None: ...
-    def making(self, cls: type) -> Iterator[tuple[str, Value]]: ...
+    def default_calls(self, cls: type) -> Iterator[tuple[str, Value]]: ...
 
 
 class Reader(ast.NodeVisitor):
@@ -256,13 +256,13 @@ class Reader(ast.NodeVisitor):
                 return item(receiver)
         value = self._value(function)
         if is_object(value, super) and not node.args:
-            own, cls = self._own_first(), self._closure.get("__class__")
+            own, cls = self._first_parameter(), self._closure.get("__class__")
             return Super(own, cls) if isinstance(own, Instance) and isinstance(cls, type) else None
         if is_object(value, set, frozenset) and node.args and is_state_set(first := self._value(node.args[0])):
             return first
         return result(value)
 
-    def _own_first(self) -> Value:
+    def _first_parameter(self) -> Value:
         arguments = [*self._node.args.posonlyargs, *self._node.args.args]
         return self._name(arguments[0].arg) if arguments else None
 
@@ -360,7 +360,7 @@ class Reader(ast.NodeVisitor):
     def _reference(self, node: ast.expr) -> None:
         """Report a name or attribute that is read: a function that is passed on will be called."""
         value = self._value(node)
-        if isinstance(value, Known) and (rule := self._search.rules.of_function(value.value)) is not None:
+        if isinstance(value, Known) and (rule := self._search.rules.rule_of_function(value.value)) is not None:
             if rule.arguments_count < 0:
                 self._report_rule(node, "uses", rule)
         elif not self._source.opted_out(node):
@@ -382,29 +382,29 @@ class Reader(ast.NodeVisitor):
         function = self._value(node.func)
         self._check_order(node, function)
         if isinstance(function, Known) and isinstance(function.value, type):
-            self._making(node, function.value)
+            self._check_creation(node, function.value)
         elif isinstance(function, Known | Instance) and not self._source.opted_out(node):
             self._search.follow(attribute(function, "__call__"))
-        rule = self._search.rules.of_function(function.value) if isinstance(function, Known) else None
+        rule = self._search.rules.rule_of_function(function.value) if isinstance(function, Known) else None
         if rule is None:
             self.visit(node.func)
-        elif rule.holds(node):
+        elif rule.applies_to(node):
             self._report_rule(node, "calls", rule)
         # The function of an effect is not replayed: it can do anything.
         for part in (*node.args[_is_effect(function) :], *node.keywords):
             self.visit(part)
 
-    def _making(self, node: ast.Call, cls: type) -> None:
-        if (rule := self._search.rules.of_class(cls)) is not None and rule.holds(node):
+    def _check_creation(self, node: ast.Call, cls: type) -> None:
+        if (rule := self._search.rules.rule_of_class(cls)) is not None and rule.applies_to(node):
             self._report_rule(node, "calls", rule)
             return
         if self._source.opted_out(node):
             return
         given = {keyword.arg for keyword in node.keywords}
-        for field, value in self._search.making(cls):
+        for field, value in self._search.default_calls(cls):
             if field in given:
                 continue
-            rule = self._search.rules.of_function(value.value) if isinstance(value, Known) else None
+            rule = self._search.rules.rule_of_function(value.value) if isinstance(value, Known) else None
             if rule is None:
                 self._search.follow(value)
             else:
@@ -432,9 +432,9 @@ class Reader(ast.NodeVisitor):
         elif known is None or known.__name__ not in _ORDERED:
             return
         for argument in node.args:
-            self._goes_through(argument)
+            self._check_iteration(argument)
 
-    def _goes_through(self, node: ast.expr) -> None:
+    def _check_iteration(self, node: ast.expr) -> None:
         if is_state_set(self._value(node)):
             self._report_set(node, "goes through", "sorted")
 
@@ -445,7 +445,7 @@ class Reader(ast.NodeVisitor):
         )
 
     def visit_For(self, node: ast.For) -> None:
-        self._goes_through(node.iter)
+        self._check_iteration(node.iter)
         self.generic_visit(node)
 
     def visit_SetComp(self, node: ast.SetComp) -> None:
@@ -454,12 +454,12 @@ class Reader(ast.NodeVisitor):
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         if node not in self._order_free:
-            self._goes_through(node.iter)
+            self._check_iteration(node.iter)
         self.generic_visit(node)
 
     def visit_Starred(self, node: ast.Starred) -> None:
         if isinstance(node.ctx, ast.Load) and node not in self._order_free:
-            self._goes_through(node.value)
+            self._check_iteration(node.value)
         self.generic_visit(node)
 
     def visit_Set(self, node: ast.Set) -> None:
@@ -467,12 +467,12 @@ class Reader(ast.NodeVisitor):
             self.visit(part.value if isinstance(part, ast.Starred) else part)
 
     def visit_YieldFrom(self, node: ast.YieldFrom) -> None:
-        self._goes_through(node.value)
+        self._check_iteration(node.value)
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         if any(isinstance(target, ast.Tuple | ast.List) for target in node.targets):
-            self._goes_through(node.value)
+            self._check_iteration(node.value)
         self.generic_visit(node)
 
     # --- exceptions ---------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Rule(Struct, frozen=True):
     instead: str
     arguments_count: int = -1
 
-    def holds(self, call: ast.Call) -> bool:
+    def applies_to(self, call: ast.Call) -> bool:
         """Return True if the rule applies to this call."""
         if self.arguments_count < 0 or any(isinstance(argument, ast.Starred) for argument in call.args):
             return self.arguments_count < 0
@@ -130,7 +130,7 @@ class Rules:
             class_name, shown, instead = _CLASSES[module_name]
             self._classes[getattr(module, class_name)] = shown, instead
 
-    def of_function(self, function: object) -> Rule | None:
+    def rule_of_function(self, function: object) -> Rule | None:
         """Return the rule for a function, method or built-in, however it was reached."""
         if (entry := self._by_id.get(id(function))) is not None:
             return entry[1]
@@ -142,12 +142,12 @@ class Rules:
                 instead = _NOW if receiver.__name__ == "datetime" else _DATE_METHODS[name]
                 return Rule(f"{receiver.__name__}.{name}", DIFFERS, instead)
         elif isinstance(receiver, random.Random):
-            return self.of_random(receiver, name)
+            return self.rule_of_random(receiver, name)
         elif type(receiver).__module__ == "multiprocessing.context":
             return Rule(f"multiprocessing.{name}", NOT_REPEATED, _HOOK)
         return None
 
-    def of_random(self, generator: random.Random, name: str) -> Rule:
+    def rule_of_random(self, generator: random.Random, name: str) -> Rule:
         """Return the rule for a method of a generator that is no part of the state."""
         if generator is getattr(random, "_inst", None):
             return Rule(f"random.{name}", DIFFERS, _RANDOM)
@@ -155,7 +155,7 @@ class Rules:
             return Rule(f"secrets.{name}", DIFFERS, _RANDOM)
         return Rule(f"{name} of a random.Random that is no part of the state", DIFFERS, _RANDOM)
 
-    def of_class(self, cls: type) -> Rule | None:
+    def rule_of_class(self, cls: type) -> Rule | None:
         """Return the rule for the creation of an instance of the class."""
         if issubclass(cls, random.SystemRandom):
             return Rule("random.SystemRandom", DIFFERS, _RANDOM)

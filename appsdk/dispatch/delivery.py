@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 VIEW_SIZE_BYTES_MIN = 4 << 10  # messages from this size on are decoded from a view, smaller ones from a faster copy
 
-KNOWN_MAX = 4096  # limit of cached fronts of messages: about 1 MiB
+CACHED_MAX = 4096  # limit of cached fronts of messages: about 1 MiB
 
 Entry = tuple[Decode, Callable[..., Any], str]
 Found = tuple[Decode, Callable[..., Any], str, bytes, int, int]  # ..., front with its size, its length, whole size
@@ -123,7 +123,7 @@ class Delivery:
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # Lengths of fronts, the longest first. No front is the start of another: a varint marks its own end.
         self._front_sizes = sorted({len(front) for front in self._by_front}, reverse=True)
-        self._known: dict[bytes, Found] = {}  # by the first bytes of a message
+        self._cached: dict[bytes, Found] = {}  # by the first bytes of a message
         self._key_sizes: list[int] = []  # how many bytes: two or three in practice, as method IDs have few lengths
         self._tripped: dict[bytes, str] = {}  # names of methods that are no longer called, by front
 
@@ -173,7 +173,7 @@ class Delivery:
         context: Context = self._context
         octets: cython.p_const_uchar = content  # compiled, it is read without a check: only from offset to end
         index: cython.Py_ssize_t = context.message_index
-        known: dict[bytes, Found] = self._known
+        cached: dict[bytes, Found] = self._cached
         key_sizes: list[int] = self._key_sizes
         start: cython.Py_ssize_t
         stride: cython.Py_ssize_t = 0
@@ -186,7 +186,7 @@ class Delivery:
             start = offset + front_size_bytes
             if not front_size_bytes or not content.startswith(front, offset):
                 for key_size_bytes in key_sizes:
-                    found = known.get(content[offset : offset + key_size_bytes])
+                    found = cached.get(content[offset : offset + key_size_bytes])
                     if found is not None:
                         decode, function, name, front, front_size_bytes, stride = found
                         start = offset + front_size_bytes
@@ -267,10 +267,10 @@ class Delivery:
         if stride < 1 << 13:  # its size field takes no more than these two bytes
             if key_size_bytes not in self._key_sizes:
                 self._key_sizes.append(key_size_bytes)
-            if len(self._known) >= KNOWN_MAX:
-                self._known.clear()
+            if len(self._cached) >= CACHED_MAX:
+                self._cached.clear()
             key = content[offset : offset + key_size_bytes]
-            self._known[key] = (*entry, content[offset:start], start - offset, stride)
+            self._cached[key] = (*entry, content[offset:start], start - offset, stride)
         return entry, start, stride
 
     # --- failed messages: each error says how its message can fail alone ----------------------------------------------
@@ -335,8 +335,8 @@ class Delivery:
         if rpc.method_id < 0:
             text = f"method {rpc.method_id} is the SDK's own: nobody else calls it"
         else:
-            known = ", ".join(handler.name for handler in handlers) or "none"
-            text = f"{self._definition.name} has no method {rpc.method_id} (it has: {known})"
+            names = ", ".join(handler.name for handler in handlers) or "none"
+            text = f"{self._definition.name} has no method {rpc.method_id} (it has: {names})"
         return self._refused(index, refusal(name, rpc.method_id, Cause.METHOD, text))
 
     def trip(self, fronts_of: Iterable[int]) -> None:
@@ -347,7 +347,7 @@ class Delivery:
             if method_id in self._definition.by_method_id
             for front in _fronts(method_id, (RpcType.ASYNC, RpcType.FORK, RpcType.IMPULSE))
         }
-        self._known.clear()
+        self._cached.clear()
         self._key_sizes.clear()
 
     def _tripped_error(self, front: bytes, index: int) -> HandlerError:

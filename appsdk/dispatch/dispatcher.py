@@ -190,7 +190,7 @@ class Dispatcher:
 
     def data_to_send(self) -> list[Chunk]:
         """Return all bytes to be sent now, in order. The caller owns them."""
-        return self.outbox.take()
+        return self.outbox.pop_chunks()
 
     @property
     def next_due_ns(self) -> int | None:

@@ -25,21 +25,22 @@ def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callab
     For a plain ``def`` handler without ``wakes``, of a class without tables, this is the handler itself.
     """
     if handler.is_async:
-        return _own(handler, lambda instance, *arguments: tasks.start(handler, arguments, None, 0))
+        return _with_shard_check(handler, lambda instance, *arguments: tasks.start(handler, arguments, None, 0))
     if handler.raises or (tasks.has_tables and not handler.is_query):
 
         def run(instance: object, *arguments: Any) -> tuple[bool, bytes]:
-            came = tasks.handler_runs.run_handler(handler, arguments, waits=False)
+            outcome = tasks.handler_runs.run_handler(handler, arguments, waits=False)
             tasks.drain()
-            return came
+            return outcome
 
-        return _own(handler, listed(tasks, handler, run))
+        return _with_shard_check(handler, listed(tasks, handler, run))
     function: Callable[..., None] = partial(tasks.queries.run, handler) if handler.is_query else handler.call
-    return _own(handler, listed(tasks, handler, waking(tasks, function) if wakes else function))
+    return _with_shard_check(handler, listed(tasks, handler, waking(tasks, function) if wakes else function))
 
 
-def _own(handler: Handler[Any, Any], function: Callable[..., Any], front: int = 0) -> Callable[..., Any]:
-    """Wrap ``function``, which handles calls of ``handler``: in a keyed class, keys of other shards are refused.
+def _with_shard_check(handler: Handler[Any, Any], function: Callable[..., Any], front: int = 0) -> Callable[..., Any]:
+    """Wrap ``function``, which handles calls of ``handler``: in a keyed class, those of other shards are forwarded or
+    refused.
 
     ``front``: number of arguments before the handler's own.
     """
@@ -47,8 +48,8 @@ def _own(handler: Handler[Any, Any], function: Callable[..., Any], front: int = 
         return function
 
     def run(instance: Any, *arguments: Any) -> Any:
-        instance.require_own(handler.function.__qualname__, arguments[front])
-        return function(instance, *arguments)
+        to = instance.way_of(handler.function.__qualname__, arguments[front])
+        return function(instance, *arguments) if to is None else instance.forward(handler, to, arguments, front)
 
     return run
 
@@ -67,15 +68,15 @@ def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None
     """Return the function that handles a call whose caller waits: (instance, caller, number of the call, arguments)."""
     if handler.is_async:
         start = lambda instance, caller, number, *arguments: tasks.start(handler, arguments, caller, number)  # noqa: E731
-        return _own(handler, start, 2)
+        return _with_shard_check(handler, start, 2)
 
     def run(instance: object, caller: str, number: int, *arguments: Any) -> tuple[bool, bytes]:
-        came = tasks.handler_runs.run_handler(handler, arguments, caller=caller)
-        tasks.answers.answer(handler, caller, number, *came)
+        outcome = tasks.handler_runs.run_handler(handler, arguments, caller=caller)
+        tasks.answers.answer(handler, caller, number, *outcome)
         tasks.drain()
-        return came
+        return outcome
 
-    return _own(handler, listed(tasks, handler, run, 2), 2)
+    return _with_shard_check(handler, listed(tasks, handler, run, 2), 2)
 
 
 def listed(
@@ -96,10 +97,10 @@ def listed(
         state, result = "failed", None
         tasks.open_labels = labels
         try:
-            came = function(instance, *arguments)
+            outcome = function(instance, *arguments)
             state = "ended"
-            if isinstance(came, tuple) and (front or handler.raises):
-                raised, result = came
+            if isinstance(outcome, tuple) and (front or handler.raises):
+                raised, result = outcome
                 state = "failed" if raised else state
         except BaseException as error:
             result = f"{type(error).__name__}: {text_of(error)}"
@@ -137,7 +138,7 @@ def answer_query(
         kind, value, changed = context.run_contexts.run(_run, question, definition, instance, tasks)
     finally:
         context.record_time_ns, context.source, context.message_index = record_time_ns, source, message_index
-        context.carries = False  # nothing was sent that could contain a handle
+        context.carries_handles = False  # nothing was sent that could contain a handle
     if len(value) > ANSWER_SIZE_BYTES_MAX:
         text = f"the answer has {len(value)} bytes, at most {ANSWER_SIZE_BYTES_MAX} are possible: ask for it in parts"
         kind, value = _raised(encode_refused(text))

@@ -71,7 +71,7 @@ class Life:
         run = context.run_contexts.run
         run_user_code(f"{self.definition.name}.__init__", lambda: run(instance.__init__), StateError)
         if self.definition.shard is not None:
-            instance.shard, instance.shards = self.definition.shard
+            instance.become(*self.definition.shard)
         self._prepare(instance)
         self.instance = instance
         context.nodes.use(self.definition, instance)
@@ -82,7 +82,7 @@ class Life:
         """Restore the instance from a checkpoint, while it comes in. Return its envelope and its state; no state if
         the class has tables. Raises StateError, JournalError."""
         front = yield from blob.view(FRONT.size)
-        front = yield from blob.take(envelope_size_bytes(front))
+        front = yield from blob.read(envelope_size_bytes(front))
         envelope, _ = decode_envelope(front)
         self._use(restoring_class(self._main_definition, envelope))
         context = self._context
@@ -177,7 +177,7 @@ class Life:
         if schema.serializer != "own":
             schema.encode_attributes(self.instance)
         for table in self.tables:
-            if (problem := table.unstored()) is not None:
+            if (problem := table.storage_problem()) is not None:
                 raise problem
 
     @property
@@ -488,21 +488,21 @@ def _context_for_another(context: Context) -> Context:
     return made
 
 
-def guarded(definition: Definition, what: str, function: Callable[[], Any]) -> Any:
+def guarded(definition: Definition, subject: str, function: Callable[[], Any]) -> Any:
     """Call ``function``; an exception becomes the UpgradeError of an upgrade to ``definition``."""
     try:
         return function()
     except AppError as error:
         text, _, ways_out = str(error).partition("\n")
         text = text.removesuffix("; the app stops")
-        reason = text if text.startswith(definition.name) else f"{what}: {text}"
-        raise failed(definition, reason, ways_out, "Mend that" if ways_out else f"Fix {what}") from error
+        reason = text if text.startswith(definition.name) else f"{subject}: {text}"
+        raise failed(definition, reason, ways_out, "Mend that" if ways_out else f"Fix {subject}") from error
     except BaseException as error:
         if not is_user_failure(error):
             raise
         summary = "".join(traceback.format_exception_only(error)).strip()
-        reason = f"{what} raised {summary}{_place(error.__traceback__)}"
-        remedy = f"Fix {definition.name}" if ": " in what else f"Fix {what}"
+        reason = f"{subject} raised {summary}{_place(error.__traceback__)}"
+        remedy = f"Fix {definition.name}" if ": " in subject else f"Fix {subject}"
         raise failed(definition, reason, user_traceback(error), remedy) from error
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import failure_in_words, method_of, rpc_of, waiting_caller
+from immortal.appsdk.calls.failures import describe_failure, method_of, rpc_of, waiting_caller
 from immortal.appsdk.dispatch.events import Event, Flush, HandlerTimeSamples, OutputReady
 from immortal.appsdk.dispatch.lifecycle import Life
 from immortal.appsdk.dispatch.verdicts import (
@@ -127,7 +127,7 @@ class Records:
             return
         if self.can_rewind():
             raise SingleStepNeededError(first)
-        self.guard.give_up()  # the next checkpoint reports it
+        self.guard.suspend()  # the next checkpoint reports it
 
     def _check_one(self, message: bytes, index: int) -> None:
         """Check the state after one message that was handled alone. Raises HandlerError."""
@@ -320,7 +320,7 @@ class Records:
         caller, arguments = waiting_caller(message), rpc.arguments
         if caller is not None:
             arguments = encoder.encode(decoding.decode(arguments, type=list[Raw])[2:])
-        executions.note_handled_call(context, handler, arguments, caller, {}, "failed", failure_in_words(verdict))
+        executions.note_handled_call(context, handler, arguments, caller, {}, "failed", describe_failure(verdict))
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
         """End the wait of a handler for a message that is skipped, so that it does not wait for ever."""
@@ -427,7 +427,7 @@ class Rewinds:
     def _replay(self, copy: Copy, records: Iterable[Record], passed: tuple[int, int]) -> None:
         """Handle ``records`` on top of the copy. ``passed``: the last (record, message) that was handled before."""
         tasks = self._context.tasks
-        self.copies.failed()
+        self.copies.expect_failures()
         tasks.note_rewind()
         tasks.effects.pause()
         tasks.queries.passed = passed
@@ -453,7 +453,7 @@ class Rewinds:
         try:
             blob = b"".join(self._life.encode())
         except StateError:
-            self.copies.copy_failed()  # the next checkpoint reports it
+            self.copies.note_failed_copy()  # the next checkpoint reports it
             return
         self.take_copy((blob,))
 

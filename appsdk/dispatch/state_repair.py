@@ -5,7 +5,7 @@ tries to encode the state at some points, then at points between two of these, a
 which the state could be saved. The message is taken back if nobody has been told anything that differs from what they
 would have been told without it: after the record that was handled last the state becomes the one without it, a
 checkpoint of that follows at once, and the coordinator makes both valid together. So what was told stays true, and each
-replay does the same after that record: see :meth:`StateRepair.repeat`.
+replay does the same after that record: see :meth:`StateRepair.apply_taken_back`.
 
 If others have been told something different, an operator decides (``forced``); until then there is no checkpoint.
 """

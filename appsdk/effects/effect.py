@@ -189,11 +189,11 @@ class EffectFunction:
 
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Decode arguments by position and by name."""
-        return self.codec.apart(self.codec.decode(encoded))
+        return self.codec.split_keywords(self.codec.decode(encoded))
 
     def describe(self, encoded: bytes) -> str:
         """Return the call as text, without secrets: ``unlock(bike=7)``."""
-        return f"{self.name}{describe_encoded(encoded, self.codec.signature.parameters)}"
+        return f"{self.name}{describe_encoded(encoded, self.codec.signature.parameters, self.name)}"
 
     def encode_result(self, value: Any) -> bytes:
         """Encode a result. Raises TypeError for a value that does not fit its annotation."""

@@ -102,12 +102,12 @@ def _chunks_of(path: Path) -> Iterator[bytes]:
         raise StoredFileError(f"{path} changed while it was stored: store it once it is complete")
 
 
-def _refuse_in_handlers(what: str) -> None:
+def _refuse_in_handlers(function_name: str) -> None:
     owner = running.get()
     if not (is_plain(owner) or isinstance(owner, str)):  # outside of instances, or in an effect
         raise UsageError(
-            f"{what}: handlers do not use a store, which a replay must not ask: do it in a function that `await "
-            f"immortal.effect(...)` runs, and let it return what the handler needs"
+            f"{function_name}: handlers do not use a store, which a replay must not ask: do it in a function that "
+            f"`await immortal.effect(...)` runs, and let it return what the handler needs"
         )
 
 

@@ -205,7 +205,7 @@ class EmbeddedApp:
     def _close_app(self, life: AppLife) -> ev.Event:
         self._watch_snapshot(life, ended=True)
         life.close("the instance has stopped")
-        life.dispatcher.tasks.clear_away()
+        life.dispatcher.tasks.discard_all()
         self._life = None
         self._to_app.clear()
         self._closing = self._has_work = False

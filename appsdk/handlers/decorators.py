@@ -350,9 +350,9 @@ def with_own_defaults(function: Callable[..., R]) -> Callable[..., R]:
     return call
 
 
-def _refuse_generator(function: Callable[..., Any], decorator: str, where: str) -> None:
+def _refuse_generator(function: Callable[..., Any], decorator: str, subject: str) -> None:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise DefinitionError(f"{where}: a generator can't be run as @{decorator}: it would never be resumed")
+        raise DefinitionError(f"{subject}: a generator can't be run as @{decorator}: it would never be resumed")
 
 
 def check_handler_signature(function: Callable[..., Any], decorator: str) -> inspect.Signature:

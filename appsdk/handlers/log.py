@@ -185,7 +185,7 @@ class FailureReporter:
             remedy = f"mend it, then try it again: immortal dead-letters {name} retry {record}"
         else:
             remedy = f"mend it, and let it be called again: immortal log show {name} --from {verdict.sequence_id}"
-        caller = "the handler that awaits it" if verdict.step else caller_in_words(verdict.caller)
+        caller = "the handler that awaits it" if verdict.step else describe_caller(verdict.caller)
         trace = verdict.trace
         if verdict.type_name == "EffectFailed":  # the effect's own line has the rest
             trace = trace.partition("\n    in the effect:")[0]
@@ -197,7 +197,7 @@ class FailureReporter:
         """Report that a handler raised an exception that it declares, unless this is a replay."""
         if _is_shown("info") and is_first_time(context, None):
             text, record = f"{handler} raised {_text(error)}, which it declares", _record(context)
-            self._write("info", context.instance_name, text, handler, describe, caller_in_words(caller), record)
+            self._write("info", context.instance_name, text, handler, describe, describe_caller(caller), record)
 
     def effect_failed(self, instance: str, effect: Any, error: BaseException, attempts: int) -> None:
         """Report that an effect has failed for good. ``effect``: a waiting :class:`Effect`."""
@@ -207,7 +207,7 @@ class FailureReporter:
         if not isinstance(error, tuple(effect.options.raises.values())):
             level, trace = "error", user_traceback(error)
             remedy = f"its handler has EffectFailed: mend what {effect.function.name} needs, and call that again"
-        record, caller = "{}:{}".format(*task.started_by), caller_in_words(task.caller)
+        record, caller = "{}:{}".format(*task.started_by), describe_caller(task.caller)
         # only the handlers' thread counts handles
         arguments = "(...)" if task.tasks.codec(task.handler).may_hold_handles else task.described_arguments
         self._write(level, instance, text, task.name, arguments, caller, record, remedy, trace)
@@ -235,7 +235,7 @@ class FailureReporter:
         write_line(level, instance or self._label, text, {name: one for name, one in fields.items() if one}, trace)
 
 
-def caller_in_words(caller: str | None) -> str:
+def describe_caller(caller: str | None) -> str:
     """Return the caller of a verdict or of a handler as text."""
     if caller is None:
         return "nobody waits"

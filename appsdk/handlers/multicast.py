@@ -137,7 +137,7 @@ def make_multicast_fork(
         if threading.get_ident() != context.handling_thread_id:
             raise outside_handler_error(context, f"multicast(...).{name}")
         if codec.needs_forms:
-            arguments = codec.exactly(arguments)
+            arguments = codec.tag_values(arguments)
         if not any(nodes):
             context.multicasts.send(name, method_id, names, [encode_call(write, arguments)], scope)
             return
@@ -197,7 +197,7 @@ class MulticastCache:
         self._context = context
         self._known: dict[tuple[int, ...], tuple[Multicast, tuple[Any, ...]]] = {}
 
-    def of(self, targets: Iterable[Any]) -> Multicast:
+    def multicast_of(self, targets: Iterable[Any]) -> Multicast:
         """Return the proxy for ``targets``. Raises UsageError."""
         given = tuple(targets)
         if any(isinstance(one, Handle) for one in given):  # their number has no limit

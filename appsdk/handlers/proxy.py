@@ -46,7 +46,7 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
     """
     initial = f"{definition.name}.{definition.initial or 'initial'}"
     found = [("", INITIAL_METHOD_ID, initial)]
-    for handler in definition.handlers.values():
+    for handler in definition.by_method_id.values():
         groups = ("", QUERIES) if handler.is_query else ("",)
         owner, dot, own = handler.function.__qualname__.rpartition(".")
         found += [(group, handler.method_id, f"{owner}{KEY_MARK * handler.is_keyed}{dot}{own}") for group in groups]
@@ -68,7 +68,7 @@ def all_method_names(definition: Definition) -> dict[tuple[str, int], str]:
     A method counts as a query only if all of these classes have it as a query: callers do not know which class runs.
     """
     names = {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
-    for handler in chain.from_iterable(one.handlers.values() for one in definition.chain):
+    for handler in chain.from_iterable(one.by_method_id.values() for one in definition.chain):
         if not handler.is_query:
             names.pop((QUERIES, handler.method_id), None)
     return names | _role_names(definition)
@@ -78,7 +78,7 @@ def _role_names(definition: Definition) -> dict[tuple[str, int], str]:
     """Return the methods that are not for everybody, once for each role that can call them, by the newest class."""
     found: dict[int, tuple[str, tuple[str, ...]]] = {}
     for one in reversed(definition.chain):
-        for handler in one.handlers.values():
+        for handler in one.by_method_id.values():
             found[handler.method_id] = _clipped(handler.function.__qualname__), one.roles.get(handler.name, ())
     return {(role, method_id): name for method_id, (name, roles) in found.items() for role in roles}
 
@@ -120,7 +120,8 @@ def peers(target: object, name: str, *, shards: int = 1) -> Any:
     """Declare the keys of a keyed class as peers: in the class body, ``carts = peers(Cart, "carts", shards=3)``.
 
     Handlers call one key: ``self.carts["ann"].add.fork("tea", 2)``. ``target``: as for :func:`peer`. ``shards``: the
-    ``count`` of ``carts`` in the project; it never changes. Raises DefinitionError.
+    ``count`` of ``carts`` in the project; after a change of that, calls to the old shards are forwarded. Raises
+    DefinitionError.
     """
     return Peers(target, name, shards)
 
@@ -143,7 +144,7 @@ def make_fork(
     name = handler.function.__qualname__
     if context.outbox is not None:
         fork: Callable[..., None] = context.outbox.make_fork(destination, name, handler.method_id, handler.signature)
-        return fork if definition is None else _exact_fork(context, definition, handler, fork)
+        return fork if definition is None else _tagging_fork(context, definition, handler, fork)
 
     def refuse(*arguments: Any, **keywords: Any) -> None:
         raise UsageError(
@@ -153,7 +154,7 @@ def make_fork(
     return refuse
 
 
-def _exact_fork(
+def _tagging_fork(
     context: Context, definition: Definition, handler: Handler[Any, Any], fork: Callable[..., None]
 ) -> Callable[..., None]:
     """Return ``fork`` itself, or a wrapper if a parameter of ``handler`` can contain untyped values."""
@@ -164,14 +165,14 @@ def _exact_fork(
     if not codec.needs_forms:
         return fork
 
-    def fork_exactly(*arguments: Any, **keywords: Any) -> None:
+    def fork_tagged(*arguments: Any, **keywords: Any) -> None:
         if keywords or len(arguments) != codec.plain_count:
-            arguments, keywords = codec.apart(codec.exactly(codec.bind(arguments, keywords)))
+            arguments, keywords = codec.split_keywords(codec.tag_values(codec.bind(arguments, keywords)))
             fork(*arguments, **keywords)
         else:
-            fork(*codec.exactly(arguments))
+            fork(*codec.tag_values(arguments))
 
-    return fork_exactly
+    return fork_tagged
 
 
 def handler_namespace(instance: object, definition: Definition, context: Context) -> SimpleNamespace:
@@ -332,12 +333,12 @@ class ImpulseProxy:
     """Proxy of one destination that sends impulses to its handlers."""
 
     def __init__(self, definition: Definition, destination: str, queue: ImpulseQueue) -> None:
-        self._made_from = (definition, destination, queue)
+        self._source = (definition, destination, queue)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
             raise AttributeError(name)
-        definition, destination, queue = self._made_from
+        definition, destination, queue = self._source
         handler = find_handler(definition, name)
         send = _make_impulse(queue, destination, handler, definition.codec(handler))
         setattr(self, name, send)
@@ -357,7 +358,7 @@ def _make_impulse(
             bound = bind_arguments(name, signature, arguments, keywords)
             arguments = bound if keywords else arguments
         if codec.needs_forms:
-            arguments = codec.exactly(arguments)
+            arguments = codec.tag_values(arguments)
         append(destination, name, write, arguments)
 
     return send

@@ -80,7 +80,7 @@ class Queries:
 
     def run(self, handler: Handler[Any, Any], instance: Any, *arguments: Any) -> Any:
         """Run a query and return its result. Raises what it raises, and QueryError if it changed the state."""
-        return self._run(handler, instance, partial(handler.call, instance, *arguments), self._due(handler))
+        return self._run(handler, instance, partial(handler.call, instance, *arguments), self._budget_if_due(handler))
 
     def run_unlogged(self, handler: Handler[Any, Any], instance: Any, arguments: tuple[Any, ...]) -> Any:
         """Run a query between two messages, like :meth:`run`, without a log entry."""
@@ -100,10 +100,10 @@ class Queries:
             return function()
         finally:
             context.handling_thread_id = thread_id
-            changed = self._set_anew(before, attributes)
+            changed = self._replaced_attributes(before, attributes)
             if not changed and budget is not None and forms is not None:
                 budget.note(handler.method_id, 2 * sum(map(len, forms.values())))
-                changed = self._changed(instance, forms)
+                changed = self._changed_attributes(instance, forms)
             if changed:
                 error = QueryError(
                     f"{handler.function.__qualname__} is a query, which only reads, and has changed "
@@ -112,7 +112,7 @@ class Queries:
                 error.changed = True
                 raise error
 
-    def _set_anew(self, before: dict[str, Any], attributes: dict[str, Any]) -> list[str]:
+    def _replaced_attributes(self, before: dict[str, Any], attributes: dict[str, Any]) -> list[str]:
         schema = self._schema
         if schema is None or schema.serializer == "own":  # then the attributes are not the saved state
             return []
@@ -122,16 +122,16 @@ class Queries:
             if before.get(name, _UNSET) is not attributes.get(name, _UNSET) and name not in schema.transient
         ]
 
-    def _due(self, handler: Handler[Any, Any]) -> _Budget | None:
+    def _budget_if_due(self, handler: Handler[Any, Any]) -> _Budget | None:
         """Return the budget for the comparison of a logged query; None: it is not compared."""
         if self.compares_all:
             return self._logged
-        if not self.handles_first or self.state_size_bytes > COMPARED_SIZE_BYTES_MAX:
+        if not self.handles_new or self.state_size_bytes > COMPARED_SIZE_BYTES_MAX:
             return None
         return self._logged if self._logged.allows(handler.method_id) else None
 
     @property
-    def handles_first(self) -> bool:
+    def handles_new(self) -> bool:
         """True if the message that is handled is new: no replay handles it again."""
         return self.is_live and (self._context.sequence_id, self._context.message_index) > self.passed
 
@@ -144,7 +144,7 @@ class Queries:
         except Exception:
             return None
 
-    def _changed(self, instance: Any, before: dict[str, bytes]) -> list[str]:
+    def _changed_attributes(self, instance: Any, before: dict[str, bytes]) -> list[str]:
         after = self._forms(instance)
         if after is None:
             return ["what its state holds: it can't be saved any more"]

@@ -76,15 +76,15 @@ class Accounts:
 
     # --- checks before use --------------------------------------------------------------------------------------------
 
-    def require_usable(self, owner: str, key: Key, what: str) -> None:
+    def require_usable(self, owner: str, key: Key, subject: str) -> None:
         """Check that a handle can be used. Raises UsageError."""
         if owner != self._context.instance_name:
             if not self.holder.holds(owner, key):
-                raise self._refused(f"{what}: {self._why_not(owner, key)}")
+                raise self._refused(f"{subject}: {self._why_not(owner, key)}")
             return
         grant = self.owner.grants.get(key)
         if grant is None or grant.stage == Stage.ENDED:
-            raise self._refused(f"{what}: it was destroyed or revoked")
+            raise self._refused(f"{subject}: it was destroyed or revoked")
 
     def _why_not(self, owner: str, key: Key) -> str:
         one = self.holder.held.get((owner, key))
@@ -101,7 +101,7 @@ class Accounts:
 
     def count_outgoing(self, destination: str, data: bytes) -> None:
         """Count the handles in data that is sent to ``destination`` now. Raises UsageError."""
-        self._context.carries = False
+        self._context.carries_handles = False
         own_name = self._context.instance_name
         to = destination or own_name
         found = handles_in(data)

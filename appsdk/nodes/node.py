@@ -272,7 +272,7 @@ class HandleMethod:
         if task is None or not task.is_silent:
             codec = node_definition(self._handle._immortal_of[2]).codec(self._handler)
             if codec.needs_forms:
-                bound, keywords = codec.exactly(bound), {"": None}
+                bound, keywords = codec.tag_values(bound), {"": None}
             life.send(self._handle, self._handler, bound if keywords else arguments)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:

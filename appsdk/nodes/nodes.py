@@ -90,20 +90,20 @@ class Nodes:
 
     # --- requests of the owner's handlers -----------------------------------------------------------------------------
 
-    def _require_handler(self, what: str) -> str:
+    def _require_handler(self, function_name: str) -> str:
         """Return the instance's name if a handler runs. Raises UsageError."""
         context = self.context
         if context.handling_thread_id == QUERY_RUNS:
-            raise QueryError(f"{what}: a query only reads: {AS_RPC}")
+            raise QueryError(f"{function_name}: a query only reads: {AS_RPC}")
         if threading.get_ident() != context.handling_thread_id:
             raise UsageError(
-                f"{what}: only handlers make and use nodes and handles (@rpc, @impulse and @initial methods): what "
-                f"__init__, prepare, upgrade, hooks and queries do is not in the log"
+                f"{function_name}: only handlers make and use nodes and handles (@rpc, @impulse and @initial methods): "
+                f"what __init__, prepare, upgrade, hooks and queries do is not in the log"
             )
         if not context.instance_name or context.source is None:
             raise UsageError(
-                f"{what}: the log does not say what this instance is called, or the coordinator does not say who sent "
-                f"what: both are older than this SDK; start the instance with a new log"
+                f"{function_name}: the log does not say what this instance is called, or the coordinator does not say "
+                f"who sent what: both are older than this SDK; start the instance with a new log"
             )
         return context.instance_name
 
@@ -154,11 +154,11 @@ class Nodes:
             raise UsageError(f"immortal.node_of({handle!r}): it was destroyed or revoked")
         return node
 
-    def _own_grant(self, handle: Any, what: str) -> Grant | None:
+    def _own_grant(self, handle: Any, function_name: str) -> Grant | None:
         """Return the grant of an own handle; None: it is no longer known. Raises UsageError."""
-        owner, key = _parts(handle, what)
+        owner, key = _parts(handle, function_name)
         if owner != self.context.instance_name:
-            raise UsageError(f"{what}({handle!r}): only its owner, {owner!r}, can do that")
+            raise UsageError(f"{function_name}({handle!r}): only its owner, {owner!r}, can do that")
         return self.accounts.owner.grants.get(key)
 
     def destroy(self, handle: Any) -> None:
@@ -255,13 +255,13 @@ class Nodes:
         context = self.context
         if threading.get_ident() != context.thread_id:
             raise UsageError("a handle can't be part of an impulse: pass it on in a handler")
-        context.carries = True
+        context.carries_handles = True
 
 
-def _parts(handle: Any, what: str) -> tuple[str, Key]:
+def _parts(handle: Any, function_name: str) -> tuple[str, Key]:
     """Return the owner and the key of a handle. Raises UsageError."""
     found = getattr(handle, "_immortal_of", None)
     if found is None:
-        raise UsageError(f"{what}({handle!r}): a handle was expected, as immortal.create_node(...) gives it")
+        raise UsageError(f"{function_name}({handle!r}): a handle was expected, as immortal.create_node(...) gives it")
     owner, key, _, _ = found
     return owner, key

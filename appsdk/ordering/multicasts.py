@@ -217,7 +217,7 @@ class Multicasts:
             )
         context = self._context
         ordering, sending = self._queues()
-        if context.carries:
+        if context.carries_handles:
             for index, destination in enumerate(destinations):
                 call = calls[index if len(calls) > 1 else 0]
                 context.nodes.accounts.count_outgoing(destination, arguments_of(call))

@@ -41,7 +41,7 @@ class Group(property):
         members: Iterable[str],
         expel_after: timedelta | None = None,
     ) -> None:
-        super().__init__(self._of)
+        super().__init__(self._proxy_of)
         if not isinstance(name, str) or not name or not is_encodable(name):
             raise DefinitionError(f"group(..., {name!r}): the second argument is the name of the group, a str")
         given = (members,) if isinstance(members, str) else tuple(members)
@@ -93,7 +93,7 @@ class Group(property):
             found.append((member, self._peers[member].resolve))
         return found
 
-    def _of(self, instance: Any) -> Any:
+    def _proxy_of(self, instance: Any) -> Any:
         if not issubclass(instance.__class__, Grouped):
             raise UsageError(f"group {self.name!r}: {type(instance).__qualname__} is not below Grouped, and must be")
         return GroupProxy(self, instance)
@@ -506,9 +506,9 @@ class GroupMethod:
     def all(self, *arguments: Any, **keywords: Any) -> Awaitable[tuple[Any, ...]]:
         """Call all members and return their answers, in the order of the members. Raises TypeError, UsageError."""
         _require_task(self._instance, f"self.<group>.{self._handler.name}.all")
-        return self._ask(self._encode(arguments, keywords))
+        return self._call_members(self._encode(arguments, keywords))
 
-    async def _ask(self, encoded: bytes) -> tuple[Any, ...]:
+    async def _call_members(self, encoded: bytes) -> tuple[Any, ...]:
         source, instance, name = self._source, self._instance, self._handler.name
         decode = source.definition.codec(self._handler).decode_result
         own, view = await immortal.step(instance.group_known, source.name)
@@ -557,6 +557,6 @@ def is_task(instance: Any) -> bool:
     return type(instance) is TaskSelf
 
 
-def _require_task(instance: Any, what: str) -> None:
+def _require_task(instance: Any, call: str) -> None:
     if not is_task(instance):
-        raise UsageError(f"{what}(...): only async handlers wait: move it into an 'async def' handler")
+        raise UsageError(f"{call}(...): only async handlers wait: move it into an 'async def' handler")

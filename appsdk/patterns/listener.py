@@ -166,13 +166,13 @@ class Listener(Generic[M]):
             raise PermissionError(f"a message with the key {key}, which may not call here any more")
         return name
 
-    def drop(self, what: str) -> None:
+    def drop(self, problem: str) -> None:
         """Count and report a dropped message."""
         self.malformed += 1
-        self._warn("malformed", f"{what}; dropped")
+        self._warn("malformed", f"{problem}; dropped")
 
-    def _warn_unfinished(self, what: str) -> None:
-        self._warn("unfinished", f"{what}; ended: remove its key, if it has one")
+    def _warn_unfinished(self, problem: str) -> None:
+        self._warn("unfinished", f"{problem}; ended: remove its key, if it has one")
 
     def _warn(self, kind: str, text: str) -> None:
         if (left_out := self._warnings.admit(kind, time.monotonic_ns())) is not None:

@@ -173,7 +173,7 @@ class AppLoop:
     def _relay(self, snapshot: Snapshot) -> None:
         """Add the child's chunks to the output, as far as there is room."""
         if not self.snapshot_has_room:
-            snapshot.not_read()
+            snapshot.note_unread()
         while self.snapshot_has_room:
             try:
                 chunk = snapshot.read()

@@ -214,7 +214,7 @@ class _BreakingDelivery(Delivery):
     def deliver(self, instance: Any, content: bytes, offset: int, end: int, slice_end: int) -> int:
         if self._context.sequence_id == self._stop.sequence_id:
             slice_end = offset + 1
-            self._known.clear()
+            self._cached.clear()
         return super().deliver(instance, content, offset, end, slice_end)
 
     def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:

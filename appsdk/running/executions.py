@@ -72,7 +72,7 @@ class ExecutionWriter:
         self._warn = warn
         self._token = int.from_bytes(os.urandom(6)) + 1  # of this process: marks rows that it has not written again
         self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._hurry = threading.Event()
+        self._flush_now = threading.Event()
         self._thread: threading.Thread | None = None
         self._database: sqlite3.Connection | None = None
         self._is_broken = False
@@ -95,9 +95,9 @@ class ExecutionWriter:
         def write() -> None:
             text, _ = _shown_call(handler, arguments)
             if (row := self._rows.get(number)) is not None:
-                row[_TEXT], row[_DATA] = text, _kept(arguments)
+                row[_TEXT], row[_DATA] = text, _clipped_data(arguments)
             else:
-                values = text, _kept(arguments), number
+                values = text, _clipped_data(arguments), number
                 self._execute("update executions set arguments = ?, data = ? where key = ?", values)
 
         self._put(write)
@@ -158,13 +158,13 @@ class ExecutionWriter:
             return
         done = threading.Event()
         self._put(self._sync, done, is_primary)
-        self._hurry.set()
+        self._flush_now.set()
         done.wait(TIMEOUT_S)
 
     def close(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
-            self._hurry.set()
+            self._flush_now.set()
             self._thread.join(TIMEOUT_S)
 
     def _put(self, write: Callable[..., None], *arguments: Any) -> None:
@@ -193,8 +193,8 @@ class ExecutionWriter:
         is_over = False
         while not is_over:
             first = self._queue.get()
-            self._hurry.wait(FLUSH_S)
-            self._hurry.clear()
+            self._flush_now.wait(FLUSH_S)
+            self._flush_now.clear()
             ops = [first]
             while len(ops) < BATCH_MAX and not self._queue.empty():
                 ops.append(self._queue.get())
@@ -238,7 +238,7 @@ class ExecutionWriter:
         if self._has_stale:
             sql = "delete from labels where key in (select key from executions where key = ? and stale <> 0)"
             self._execute(sql, (call.number,))
-        self._rows[call.number] = [*front, *place, text, _kept(call.arguments), None, None, origin, None, None]
+        self._rows[call.number] = [*front, *place, text, _clipped_data(call.arguments), None, None, origin, None, None]
         self._write_labels(call.number, labels)
 
     def _write_end(
@@ -250,7 +250,7 @@ class ExecutionWriter:
         time_ns: int,
         place: tuple[int, int],
     ) -> None:
-        journal = _kept(encoder.encode(entries)) if entries else None
+        journal = _clipped_data(encoder.encode(entries)) if entries else None
         text = _shown(result) if isinstance(result, bytes) else result
         text = None if text is None else encodable(text[:TEXT_CHARACTERS_MAX])
         values = state, time_ns, text, journal, *place
@@ -331,7 +331,7 @@ def _shown_call(handler: Handler[Any, Any], arguments: bytes) -> tuple[str, dict
     return encodable(describe_arguments(values, parameters)), labels
 
 
-def _kept(data: bytes) -> bytes | None:
+def _clipped_data(data: bytes) -> bytes | None:
     return data if len(data) <= DATA_SIZE_BYTES_MAX else None
 
 

@@ -156,7 +156,7 @@ class AppLife:
         if not sources or folder is None:
             return
         try:
-            if not kept_code.keep(folder, f"{cls.__module__}:{cls.__qualname__}", sources, since if since > 1 else 0):
+            if not kept_code.store(folder, f"{cls.__module__}:{cls.__qualname__}", sources, since if since > 1 else 0):
                 print_message(
                     cls.__qualname__,
                     f"its code is not kept with the log: it has over {kept_code.SOURCES_SIZE_BYTES_MAX >> 20} MiB",

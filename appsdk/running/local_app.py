@@ -142,16 +142,16 @@ class LocalApp:
     def _snapshot(self, pieces: Iterable[bytes]) -> None:
         """Send at once what a child process would send beside the handlers."""
         for piece in pieces:
-            self._say((encode_message(MessageType.SNAPSHOT_CHUNK, piece),))
-        self._say((encode_message(MessageType.SNAPSHOT_END, b""),))
+            self._append_output((encode_message(MessageType.SNAPSHOT_CHUNK, piece),))
+        self._append_output((encode_message(MessageType.SNAPSHOT_END, b""),))
 
     def take_output(self) -> None:
-        self._say(self.dispatcher.data_to_send())
+        self._append_output(self.dispatcher.data_to_send())
 
-    def _say(self, chunks: Iterable[Chunk]) -> None:
+    def _append_output(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             self.output += chunk
 
     def close(self) -> None:
         self.dispatcher.outbox.impulses.close("the app has stopped")
-        self.dispatcher.tasks.clear_away()
+        self.dispatcher.tasks.discard_all()

@@ -94,9 +94,9 @@ class TracingOutbox(Outbox):
         for runs in self._runs.values():
             runs.clear()
 
-    def _hold(self, batch: Batch) -> None:
+    def _hold_back(self, batch: Batch) -> None:
         self._drop_origins(batch.destination, batch.count)
-        super()._hold(batch)
+        super()._hold_back(batch)
 
     def _note_pushed(self, batch: Batch) -> None:
         context, runs = self._context, self._runs.setdefault(batch.destination, [])

@@ -242,10 +242,10 @@ class UserCode(MetaPathFinder):
         if not notes:
             return None
         found = cls(target, os.environ.get(CODE_VARIABLE, ""), notes)
-        found._begin()
+        found._install()
         return found
 
-    def _begin(self) -> None:
+    def _install(self) -> None:
         if self._code:
             if (problem := HiddenModules(self._code).problem(self._top)) is not None:
                 raise LoadError(f"{self._target!r}: {problem}")
@@ -272,7 +272,7 @@ class UserCode(MetaPathFinder):
         is_code = self._is_in_code(spec.origin)
         if is_code or is_users(self._top, fullname, spec.origin):
             self._is_used |= is_code
-            self._take(fullname, spec)
+            self._load_from_source(fullname, spec)
         return spec
 
     def _in_code(self, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -292,7 +292,7 @@ class UserCode(MetaPathFinder):
     def _is_in_code(self, place: str) -> bool:
         return bool(self._code) and _is_below(place, self._code)
 
-    def _take(self, fullname: str, spec: ModuleSpec) -> None:
+    def _load_from_source(self, fullname: str, spec: ModuleSpec) -> None:
         """Let a module be compiled from its source, and noted; one without a source is noted as it is."""
         loader: object = spec.loader
         origin = str(spec.origin)

@@ -26,7 +26,7 @@ NEW_ITEMS_MAX = 64
 _UNSET = object()
 
 
-class _Seen:
+class _Snapshot:
     """Attribute at its last check. ``data``: its bytes if it is small; else None."""
 
     __slots__ = ("data", "length", "value")
@@ -73,28 +73,28 @@ class Guard:
         self.is_on = False
         self._schema: StateSchema | None = None
         self._instance: Any = None
-        self._seen: dict[str, _Seen] = {}
-        self._left_out: set[str] = set()  # attributes that could not be saved before any of the checked messages
+        self._snapshots: dict[str, _Snapshot] = {}
+        self._excluded: set[str] = set()  # attributes that could not be saved before any of the checked messages
         self._names: set[str] = set()  # of attributes
 
     def begin(self, schema: StateSchema, instance: Any, size_bytes: int) -> None:
         """Begin with the present state, whose problems are no message's fault. ``size_bytes``: its recent size."""
         self._schema = None if schema.serializer == "own" else schema  # that runs code of the user's
         self._instance = instance
-        self._seen.clear()
-        self._left_out.clear()
+        self._snapshots.clear()
+        self._excluded.clear()
         if self._schema is None:
             return
         self._names = set(vars(instance))
-        small = self._small_ones(schema, instance, size_bytes)
+        small = self._encode_small(schema, instance, size_bytes)
         for name in schema.attributes:
             value = getattr(instance, name, _UNSET)
             is_plain = value is _UNSET or schema.is_plain_value(name, value)
-            self._seen[name] = _Seen(value, None if is_plain else small.get(name))
+            self._snapshots[name] = _Snapshot(value, None if is_plain else small.get(name))
             if name in small and not is_plain and self._problem(name, value) is not None:
-                self._left_out.add(name)
+                self._excluded.add(name)
 
-    def _small_ones(self, schema: StateSchema, instance: Any, size_bytes: int) -> dict[str, bytes]:
+    def _encode_small(self, schema: StateSchema, instance: Any, size_bytes: int) -> dict[str, bytes]:
         """Return the bytes of the attributes that are small enough to be compared each time."""
         found: dict[str, bytes] = {}
         if size_bytes > MEASURED_SIZE_BYTES_MAX:
@@ -103,7 +103,7 @@ class Guard:
             try:
                 found[name] = schema.raw(getattr(instance, name))
             except Exception:
-                self._left_out.add(name)
+                self._excluded.add(name)
         left_bytes, small = SMALL_SIZE_BYTES_MAX, {}
         for name in sorted(found, key=lambda one: len(found[one])):
             left_bytes -= len(found[name])
@@ -112,7 +112,7 @@ class Guard:
             small[name] = found[name]
         return small
 
-    def give_up(self) -> None:
+    def suspend(self) -> None:
         """Stop until the state is next saved: later messages must not be blamed for the present problem."""
         self._schema = None
 
@@ -128,37 +128,39 @@ class Guard:
             except StateError as error:
                 return error
             self._names = set(attributes)
-        for name, seen in self._seen.items():
+        for name, before in self._snapshots.items():
             value = attributes.get(name, _UNSET)
             if value is _UNSET:
                 value = getattr(instance, name, _UNSET)  # a default in the class
-            if value is seen.value and seen.data is None and _length(value) == seen.length:
+            if value is before.value and before.data is None and _length(value) == before.length:
                 continue
-            if name not in self._left_out and (problem := self._look(schema, name, seen, value)) is not None:
+            if name in self._excluded:
+                continue
+            if (problem := self._check_attribute(schema, name, before, value)) is not None:
                 return problem
         return None
 
-    def _look(self, schema: StateSchema, name: str, seen: _Seen, value: Any) -> StateError | None:
-        is_new = value is not seen.value
+    def _check_attribute(self, schema: StateSchema, name: str, before: _Snapshot, value: Any) -> StateError | None:
+        is_new = value is not before.value
         if is_new and schema.is_plain_value(name, value):
-            self._seen[name] = _Seen(value, None)
+            self._snapshots[name] = _Snapshot(value, None)
             return None
-        if seen.data is None and (not is_new or _length(value) > NEW_ITEMS_MAX):
-            problem = self._look_at_end(schema, name, value, NEW_ITEMS_MAX if is_new else len(value) - seen.length)
+        if before.data is None and (not is_new or _length(value) > NEW_ITEMS_MAX):
+            problem = self._check_end(schema, name, value, NEW_ITEMS_MAX if is_new else len(value) - before.length)
             if problem is None:
-                self._seen[name] = _Seen(value, None)
+                self._snapshots[name] = _Snapshot(value, None)
             return problem
         try:
             data = schema.raw(value)
         except Exception:  # the other function explains the error
             return self._problem(name, value)
-        if not is_new and data == seen.data:
+        if not is_new and data == before.data:
             return None
         if (problem := self._problem(name, value, data)) is None:
-            self._seen[name] = _Seen(value, data if len(data) <= SMALL_SIZE_BYTES_MAX else None)
+            self._snapshots[name] = _Snapshot(value, data if len(data) <= SMALL_SIZE_BYTES_MAX else None)
         return problem
 
-    def _look_at_end(self, schema: StateSchema, name: str, value: Any, count: int) -> StateError | None:
+    def _check_end(self, schema: StateSchema, name: str, value: Any, count: int) -> StateError | None:
         """Check the last ``count`` items of a large attribute."""
         count = min(count, NEW_ITEMS_MAX)
         if count <= 0 or not _length(value):

@@ -48,7 +48,7 @@ class Incoming:
         """Return bytes that are there already."""
         return cls(bytes(data[at : at + PIECE_SIZE_BYTES]) for at in range(0, len(data), PIECE_SIZE_BYTES))
 
-    def _have(self, size_bytes: int) -> Waiting[tuple[bytes, int]]:
+    def _wait_for(self, size_bytes: int) -> Waiting[tuple[bytes, int]]:
         """Wait for ``size_bytes``, or all if there are fewer; return (bytes, where they begin)."""
         pieces = self._pieces
         while pieces.size_bytes < size_bytes and not self._is_whole:
@@ -65,10 +65,10 @@ class Incoming:
 
     def view(self, size_bytes: int) -> Waiting[bytes]:
         """Return the next ``size_bytes``, or all if there are fewer, without taking them."""
-        data, start = yield from self._have(size_bytes)
+        data, start = yield from self._wait_for(size_bytes)
         return data[start : start + size_bytes]
 
-    def take(self, size_bytes: int) -> Waiting[bytes]:
+    def read(self, size_bytes: int) -> Waiting[bytes]:
         """Return the next ``size_bytes``, or all if there are fewer."""
         data = yield from self.view(size_bytes)
         self._pieces.skip(len(data))
@@ -76,12 +76,12 @@ class Incoming:
 
     def rest(self) -> Waiting[bytes]:
         """Return all bytes up to the end."""
-        return (yield from self.take(1 << 62))
+        return (yield from self.read(1 << 62))
 
     def _values(self, count: int, parts: int, size_bytes: int) -> Waiting[tuple[int, memoryview]]:
         """Take some of the next ``count`` groups of ``parts`` values: their number, above 0, and their bytes."""
         while True:
-            data, start = yield from self._have(size_bytes)
+            data, start = yield from self._wait_for(size_bytes)
             found, end = whole_values(data, start, count, parts)
             if found:
                 self._pieces.skip(end - start)
@@ -105,11 +105,11 @@ class Incoming:
 
     def map_count(self) -> Waiting[int]:
         """Return the number of entries of the map that begins. Raises DecodeError."""
-        first = (yield from self.take(1)) or b"\xc1"
+        first = (yield from self.read(1)) or b"\xc1"
         if 0x80 <= first[0] < 0x90:
             return first[0] & 0x0F
         size_bytes = {0xDE: 2, 0xDF: 4}.get(first[0], 0)
-        count = yield from self.take(size_bytes)
+        count = yield from self.read(size_bytes)
         if not size_bytes or len(count) < size_bytes:
             raise DecodeError("a map was expected")
         return int.from_bytes(count, "big")

@@ -101,16 +101,16 @@ class Described(Protocol):
     def detail(self) -> int: ...
 
 
-def described(one: Described) -> str:
+def describe_operation(one: Described) -> str:
     """Return an entry or operation as text, for people."""
     if one.what == TIMER:
         return f"timer for {datetime_of(one.detail).isoformat()}"
     return f"{one.what} (arguments {one.detail & 0xFFFFFFFF:08x})" if one.detail else one.what
 
 
-def in_words(one: Described) -> str:
+def describe_wait(one: Described) -> str:
     """Return what is waited for as text, without the checksum of its arguments."""
-    return described(one) if one.what == TIMER else one.what
+    return describe_operation(one) if one.what == TIMER else one.what
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
@@ -144,14 +144,14 @@ def _unencodable(error: BaseException, parts: Mapping[str, Any], problem: Except
     return f"{type(error).__name__} can't be sent to who waits: {problem}"
 
 
-def decode_raised(raises: Mapping[str, type[Exception]], where: str, data: bytes) -> Exception:
-    """Decode the exception that ``where`` raised, or that says why it could not be called.
+def decode_raised(raises: Mapping[str, type[Exception]], subject: str, data: bytes) -> Exception:
+    """Decode the exception that ``subject`` raised, or that says why it could not be called.
 
-    Raises msgspec.DecodeError, LookupError for an exception that ``where`` does not declare.
+    Raises msgspec.DecodeError, LookupError for an exception that ``subject`` does not declare.
     """
     name, arguments, attributes = _decode_raised(data)
-    if (failed := decode_failed(where, name, arguments)) is not None:
+    if (failed := decode_failed(subject, name, arguments)) is not None:
         return failed
     if (cls := raises.get(name)) is None:
-        raise LookupError(f"it raised {name}; here {where} declares {', '.join(raises) or 'nothing'}")
+        raise LookupError(f"it raised {name}; here {subject} declares {', '.join(raises) or 'nothing'}")
     return made(cls, arguments, attributes)

@@ -287,15 +287,15 @@ class StateSchema:
         return blob
 
     def _encoded(self, values: dict[str, Any]) -> bytes:
-        kept = {name: self.kept(name, value) for name, value in values.items()}
+        tagged = {name: self.tagged(name, value) for name, value in values.items()}
         try:
-            return encode_value(kept)
+            return encode_value(tagged)
         except Exception as error:  # also of a codec of the user's
             for name, value in values.items():
                 self.encode_attribute(name, value)
             raise StateError(f"{self._class_name}: the state can't be saved: {error}; {WAYS_OUT}") from None
 
-    def kept(self, name: str, value: Any) -> Any:
+    def tagged(self, name: str, value: Any) -> Any:
         """Return the form in which an attribute's value keeps its types. Raises StateError."""
         form = self._forms[name]
         try:
@@ -305,9 +305,9 @@ class StateSchema:
 
     def encode_attribute(self, name: str, value: Any) -> bytes:
         """Encode one attribute's value by itself, such that it keeps its types. Raises StateError."""
-        kept = self.kept(name, value)
+        tagged = self.tagged(name, value)
         try:
-            return encode_value(kept)
+            return encode_value(tagged)
         except Exception as error:
             raise self._unfit(name, self._forms[name].unencodable(value, error)) from None
 
@@ -332,7 +332,7 @@ class StateSchema:
             if data is None:
                 self._pickled({name: value})
             return
-        if data is None or self.kept(name, value) is not value:
+        if data is None or self.tagged(name, value) is not value:
             data = self.encode_attribute(name, value)
         if not self._forms[name].is_sure:
             self._require_restored(name, value, data)
@@ -359,7 +359,7 @@ class StateSchema:
             return {"": instance.checkpoint()}
         values = {name: getattr(instance, name) for name in self.attributes}
         is_pickled = self.serializer == "pickle"
-        return {name: self.raw(value if is_pickled else self.kept(name, value)) for name, value in values.items()}
+        return {name: self.raw(value if is_pickled else self.tagged(name, value)) for name, value in values.items()}
 
     def collect(self, instance: Any) -> dict[str, Any]:
         """Return the attributes, which must be annotated and set. Raises StateError."""

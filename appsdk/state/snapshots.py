@@ -151,7 +151,7 @@ class Snapshot:
         """Return the seconds until the child has been silent for too long."""
         return self.silent_since_s + SILENCE_S_MAX - time.monotonic()
 
-    def not_read(self) -> None:
+    def note_unread(self) -> None:
         """Note that the child has no room for output: its silence counts from when there is room."""
         self.silent_since_s = time.monotonic()
 
@@ -301,7 +301,7 @@ class Copies:
         self.enabled = enabled
         self._large_left_bytes = LATELY_SIZE_BYTES if keeps_large else 0
 
-    def failed(self) -> None:
+    def expect_failures(self) -> None:
         """Keep copies from here on: a call has failed, and the next one can fail."""
         self._large_left_bytes = LATELY_SIZE_BYTES
 
@@ -343,7 +343,7 @@ class Copies:
             self.current = None
         return self.current is not None
 
-    def copy_failed(self) -> None:
+    def note_failed_copy(self) -> None:
         """Note that the state can't be copied now."""
         copy = self.current
         if copy is not None and copy.tail_size_bytes < KEPT_TAIL_SIZE_BYTES_MAX:

@@ -12,7 +12,7 @@ from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Mu
 from itertools import chain
 from operator import add, attrgetter, lt
 from threading import get_ident
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeGuard, TypeVar, cast, get_args
 
 import lmdb
 import msgspec
@@ -182,7 +182,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         data = kind.schema.encode_row(kind.name, value)
         if kind.may_hold_handles and MARK in data:
             raise StateError(f"{kind.where}: row {key!r} has a handle, a table can't keep it: put it in an attribute")
-        self._put(key, packed, data, value, self._watched(context) if _handles_first(context) else None)
+        self._put(key, packed, data, value, self._watched(context) if _handles_new(context) else None)
         if kind.is_mutable and _handles(context):
             self._watched(context).stored(packed, value, data)
 
@@ -380,6 +380,19 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
     # --- for the SDK ------------------------------------------------------------------------------------------------
 
+    def take_raw(self, key: K) -> bytes | None:
+        """Remove a row and return its encoded value; None: there is none."""
+        packed = self._kind.key.pack(key)
+        self._enter(writes=True)
+        if (data := self._rows.get(packed)) is not None:
+            self._delete(packed)
+        return data
+
+    def put_raw(self, key: K, data: bytes) -> None:
+        """Set a row to an encoded value, of a table of the same class without indexes."""
+        self._enter(writes=True)
+        self._put(key, self._kind.key.pack(key), data, cast(V, None))
+
     def pieces(self) -> tuple[int, Iterator[bytes]]:
         """Encode the table as a MessagePack map, like a dict; return its size in bytes, and its pieces."""
         front = map_front(self._count)
@@ -415,7 +428,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             return
         self._make_room(None)
         rows = list(map(bytes, raws.values()))
-        self._rows.fill(dict(zip(keys, rows, strict=True)), behind=True)
+        self._rows.fill(dict(zip(keys, rows, strict=True)), at_end=True)
         for some, (_, index_rows) in zip(entries, self._indexes.values(), strict=True):
             index_rows.fill(dict.fromkeys(some, b""))
         saved = list(raws) if kind.has_plain_keys else [kind.key.unpack(key, 0)[0] for key in keys]
@@ -456,7 +469,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         """Read transaction of the file. While somebody holds it, a forked child can read the rows."""
         return self._store.snapshot
 
-    def unstored(self) -> StateError | None:
+    def storage_problem(self) -> StateError | None:
         """Return the error if the handler that has run changed a value that it read, and did not set it again, or if a
         row was refused to it."""
         watch = self._watch
@@ -491,9 +504,9 @@ def _handles(context: Context | None) -> TypeGuard[Context]:
     return context is not None and context.handling_thread_id > QUERY_RUNS
 
 
-def _handles_first(context: Context | None) -> TypeGuard[Context]:
+def _handles_new(context: Context | None) -> TypeGuard[Context]:
     """Return True if a message is handled that no earlier life has handled, as far as is known."""
-    return _handles(context) and context.tasks is not None and context.tasks.queries.handles_first
+    return _handles(context) and context.tasks is not None and context.tasks.queries.handles_new
 
 
 class _Watch:

@@ -156,10 +156,10 @@ class Rows:
         self.version += 1
         return old
 
-    def fill(self, rows: dict[bytes, bytes], *, behind: bool = False) -> None:
-        """Add rows that are not there yet, before anybody keeps old values. ``behind``: in order, behind all others."""
+    def fill(self, rows: dict[bytes, bytes], *, at_end: bool = False) -> None:
+        """Add rows that are not there yet, before anybody keeps old values. ``at_end``: in order, behind all others."""
         self._recent.update(rows)
-        if not behind:
+        if not at_end:
             self._keys = None
         elif self._keys is not None:
             self._keys += rows
@@ -189,18 +189,18 @@ class Rows:
         count = _ROWS_AT_ONCE_MIN
         while left is not None:
             span, version = left, self.version
-            found, left = self._some(span, reverse, count)
+            found, left = self._scan_batch(span, reverse, count)
             count = min(2 * count, _ROWS_AT_ONCE_MAX)
             for row in found:
                 yield row
                 if self.version != version:
-                    left, count = _behind(span, row[0], reverse), _ROWS_AT_ONCE_MIN
+                    left, count = _rest_after(span, row[0], reverse), _ROWS_AT_ONCE_MIN
                     break
 
-    def _some(self, span: Span, reverse: bool, count: int) -> tuple[list[Row], Span | None]:
+    def _scan_batch(self, span: Span, reverse: bool, count: int) -> tuple[list[Row], Span | None]:
         """Return the first rows of the span, and the rest of the span; None: nothing is left."""
         low, high = span
-        written = self._written(span, reverse, count)
+        written = self._scan_file(span, reverse, count)
         keys = self._keys = sorted(self._recent) if self._keys is None else self._keys
         begin, end = bisect_left(keys, low), len(keys) if high is None else bisect_left(keys, high)
         recent = keys[max(begin, end - count) : end][::-1] if reverse else keys[begin : min(begin + count, end)]
@@ -208,7 +208,7 @@ class Rows:
         left = None
         if ends:  # rows behind the nearer end can be incomplete
             last = max(ends) if reverse else min(ends)
-            left = _behind(span, last, reverse)
+            left = _rest_after(span, last, reverse)
             low, high = (last, high) if reverse else (low, last + b"\0")
         if not recent:
             return written, left
@@ -217,7 +217,7 @@ class Rows:
         inside = ((key, value) for key, value in rows.items() if key >= low and (high is None or key < high))
         return sorted(((key, value) for key, value in inside if value is not None), reverse=reverse), left
 
-    def _written(self, span: Span, reverse: bool, count: int) -> list[Row]:
+    def _scan_file(self, span: Span, reverse: bool, count: int) -> list[Row]:
         """Return the first rows of the span that are in the file."""
         store = self._store
         if store.snapshot is None:
@@ -259,7 +259,7 @@ def _size_of(key: bytes, value: bytes | None) -> int:
     return _ROW_SIZE_BYTES + len(key) + (_DELETED_SIZE_BYTES if value is None else len(value))
 
 
-def _behind(span: Span, key: bytes, reverse: bool) -> Span:
+def _rest_after(span: Span, key: bytes, reverse: bool) -> Span:
     return (span[0], key) if reverse else (key + b"\0", span[1])
 
 
@@ -397,11 +397,11 @@ def key_form(annotation: Any) -> KeyForm:
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         classes = {type(member.value) for member in annotation}
         if len(classes) == 1 and (form := _FORMS.get(classes.pop())) is not None:
-            return _checked(annotation, _of_enum(annotation, form))
+            return _checked(annotation, _enum_form(annotation, form))
     if get_origin(annotation) is tuple and parts and Ellipsis not in parts:
-        return _of_tuple([key_form(part) for part in parts])
+        return _tuple_form([key_form(part) for part in parts])
     if get_origin(annotation) in (Union, UnionType) and len(parts) == 2 and NoneType in parts:
-        return _of_optional(key_form(parts[parts[0] is NoneType]))
+        return _optional_form(key_form(parts[parts[0] is NoneType]))
     raise TypeError(f"keys of type {getattr(annotation, '__qualname__', annotation)} came, {KEY_TYPES} were expected")
 
 
@@ -419,7 +419,7 @@ def _checked(cls: type, form: KeyForm) -> KeyForm:
     return KeyForm(checks(form.pack), form.unpack, form.pack_front and checks(form.pack_front))
 
 
-def _of_enum(cls: type[Enum], form: KeyForm) -> KeyForm:
+def _enum_form(cls: type[Enum], form: KeyForm) -> KeyForm:
     def unpack(data: bytes, at: int) -> tuple[Enum, int]:
         value, end = form.unpack(data, at)
         return cls(value), end
@@ -427,7 +427,7 @@ def _of_enum(cls: type[Enum], form: KeyForm) -> KeyForm:
     return KeyForm(lambda value: form.pack(value.value), unpack)
 
 
-def _of_optional(form: KeyForm) -> KeyForm:
+def _optional_form(form: KeyForm) -> KeyForm:
     """Return the encoding of a type or None, which sorts first."""
     return KeyForm(
         lambda value: b"\0" if value is None else b"\1" + form.pack(value),
@@ -435,7 +435,7 @@ def _of_optional(form: KeyForm) -> KeyForm:
     )
 
 
-def _of_tuple(forms: list[KeyForm]) -> KeyForm:
+def _tuple_form(forms: list[KeyForm]) -> KeyForm:
     packs = [form.pack for form in forms]
 
     def pack(value: Any, length_min: int = len(forms)) -> bytes:

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 from uuid import UUID
@@ -22,8 +23,9 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from immortal.appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks, in_words
+from immortal.appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks, describe_wait
 from immortal.appsdk.types.registry import find_codec, show_custom
+from immortal.protocol.redaction import REDACTED, Redacted
 
 Tree = Any
 """Tree: None, bool, int, float, str, bytes, list, dict, Fields or Members; containers hold trees."""
@@ -143,36 +145,39 @@ class _Builder:
         return made
 
 
-def to_json(part: Tree) -> Any:
+def to_json(part: Tree, *, reveals: bool = False) -> Any:
     """Convert a tree to JSON values. A value that JSON lacks becomes an object with one name that starts with "$".
 
     bytes {"$bytes": hex}, sets {"$set": [...]}, NaN and infinities {"$float": "nan"}, integers of more digits than
     Python writes {"$int": "0x..."}. Keys that are no strings are written as text; if two would look alike, or like one
-    of these objects, the mapping is {"$map": [[key, value], ...]}.
+    of these objects, the mapping is {"$map": [[key, value], ...]}. ``reveals``: also what is hidden from people.
     """
+    if isinstance(part, Redacted):
+        return to_json(part.value, reveals=True) if reveals else REDACTED
     if isinstance(part, bytes):
         return {"$bytes": part.hex()}
     if isinstance(part, float) and not math.isfinite(part):
         return {"$float": repr(part)}
     if type(part) is int and part.bit_length() > _DIGITS_BITS_MAX:
         return {"$int": hex(part)}
+    plain = partial(to_json, reveals=reveals)
     if isinstance(part, Members):
-        return {"$set": [to_json(item) for item in part]}
+        return {"$set": list(map(plain, part))}
     if isinstance(part, list | tuple):
-        return [to_json(item) for item in part]
+        return list(map(plain, part))
     if isinstance(part, Fields):
-        return {name: to_json(item) for name, item in part.items()}
+        return {name: plain(item) for name, item in part.items()}
     if isinstance(part, dict):
-        made = {key if isinstance(key, str) else json.dumps(to_json(key)): to_json(item) for key, item in part.items()}
+        made = {key if isinstance(key, str) else json.dumps(plain(key)): plain(item) for key, item in part.items()}
         if len(made) < len(part) or any(name.startswith("$") for name in made):
-            return {"$map": [[to_json(key), to_json(part[key])] for key in sorted(part, key=canonical)]}
+            return {"$map": [[plain(key), plain(part[key])] for key in sorted(part, key=canonical)]}
         return made
     return part
 
 
 def canonical(part: Tree) -> str:
     """Return a text that equal trees share."""
-    return json.dumps(to_json(part), sort_keys=True)
+    return json.dumps(to_json(part, reveals=True), sort_keys=True)
 
 
 # Differences between two trees, part by part.
@@ -209,13 +214,13 @@ def differences(old: Tree, new: Tree, path: str = "") -> Iterator[Difference]:
     if type(old) is not type(new):
         yield Difference(path, old, new)
     elif isinstance(old, Members):
-        yield from _of_members(old, new, path)
+        yield from _member_differences(old, new, path)
     elif isinstance(old, list):
-        yield from _of_lists(old, new, path)
+        yield from _list_differences(old, new, path)
     elif isinstance(old, dict):
         before, after = ({_step(holder, key, path): part for key, part in holder.items()} for holder in (old, new))
         for step in {**before, **after}:
-            yield from _of_parts(before.get(step, ABSENT), after.get(step, ABSENT), path + step)
+            yield from _part_differences(before.get(step, ABSENT), after.get(step, ABSENT), path + step)
     elif old != new if not isinstance(old, float) else repr(old) != repr(new):
         yield Difference(path, old, new)
 
@@ -227,23 +232,23 @@ def _step(holder: dict[Any, Tree], key: Any, path: str) -> str:
     return f"[{key!r}]"
 
 
-def _of_parts(old: Tree, new: Tree, path: str) -> Iterator[Difference]:
+def _part_differences(old: Tree, new: Tree, path: str) -> Iterator[Difference]:
     if old is ABSENT or new is ABSENT:
         yield Difference(path, old, new)
     else:
         yield from differences(old, new, path)
 
 
-def _of_members(old: Members, new: Members, path: str) -> Iterator[Difference]:
+def _member_differences(old: Members, new: Members, path: str) -> Iterator[Difference]:
     before, after = ({canonical(member): member for member in members} for members in (old, new))
     for text in sorted({*before, *after}):
         if (text in before) != (text in after):
             part = before[text] if text in before else after[text]
-            name = text if isinstance(part, list | dict) else repr(part)
+            name = json.dumps(to_json(part), sort_keys=True) if isinstance(part, list | dict) else repr(part)
             yield Difference(f"{path}{{{name}}}", before.get(text, ABSENT), after.get(text, ABSENT))
 
 
-def _of_lists(old: list[Tree], new: list[Tree], path: str) -> Iterator[Difference]:
+def _list_differences(old: list[Tree], new: list[Tree], path: str) -> Iterator[Difference]:
     shorter = min(len(old), len(new))
     front = 0
     while front < shorter and _same(old[front], new[front]):
@@ -255,7 +260,7 @@ def _of_lists(old: list[Tree], new: list[Tree], path: str) -> Iterator[Differenc
     for offset in range(max(len(befores), len(afters))):
         before = befores[offset] if offset < len(befores) else ABSENT
         after = afters[offset] if offset < len(afters) else ABSENT
-        yield from _of_parts(before, after, f"{path}[{front + offset}]")
+        yield from _part_differences(before, after, f"{path}[{front + offset}]")
 
 
 def _same(old: Tree, new: Tree) -> bool:
@@ -317,7 +322,7 @@ def task_rows(
     for task in saved.tasks:
         front: Row = {"id": task.number, "handler": name_of(task.method_id)}
         for pending in task.pending:
-            yield WAITING, {**front, **_of(task, decoded), **_for(pending)}
+            yield WAITING, {**front, **_task_columns(task, decoded), **_wait_columns(pending)}
             if pending.what == TIMER:
                 yield TIMERS, {**front, "kind": "sleep", "due_ns": pending.detail}
             elif pending.what.startswith("effect "):
@@ -325,12 +330,12 @@ def task_rows(
                 yield EFFECTS, {**front, "effect": effect, "number": pending.number, "step": pending.step}
     for call in saved.queued:
         front = {"id": call.number, "handler": name_of(call.method_id)}
-        yield WAITING, {**front, **_of(call, decoded), "kind": "turn", "waits_for": "its turn", "step": 0}
+        yield WAITING, {**front, **_task_columns(call, decoded), "kind": "turn", "waits_for": "its turn", "step": 0}
     for method_id, due_ns in saved.schedules.items():
         yield TIMERS, {"id": None, "handler": name_of(method_id), "kind": "schedule", "due_ns": due_ns}
 
 
-def _of(task: SavedTask, decoded: Callable[[bytes], Any]) -> Row:
+def _task_columns(task: SavedTask, decoded: Callable[[bytes], Any]) -> Row:
     return {
         "arguments": decoded(task.arguments),
         "since_ns": task.started_ns,
@@ -341,7 +346,7 @@ def _of(task: SavedTask, decoded: Callable[[bytes], Any]) -> Row:
     }
 
 
-def _for(pending: Pending) -> Row:
+def _wait_columns(pending: Pending) -> Row:
     first = pending.what.partition(" ")[0]
     kind = "timer" if pending.what == TIMER else first if first in _KINDS else "other"
-    return {"kind": kind, "waits_for": in_words(pending), "step": pending.step}
+    return {"kind": kind, "waits_for": describe_wait(pending), "step": pending.step}

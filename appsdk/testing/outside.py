@@ -127,7 +127,7 @@ OUTSIDE_NAME = "test"
 
 OUTSIDERS = frozenset({OUTSIDE_NAME})
 
-_take_answer = decoding.Decoder(list[msgspec.Raw]).decode
+_decode_answer = decoding.Decoder(list[msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +200,14 @@ class OutsideApp:
     def _answer(self, content: bytes, start: int, end: int) -> None:
         rpc = decode_incoming_rpc(content, start, end)
         if rpc.kind == RpcKind.CALL:
-            self.called(rpc)
+            self.handle_call(rpc)
             return
-        number, *rest = _take_answer(rpc.arguments)
+        number, *rest = _decode_answer(rpc.arguments)
         raised = rpc.kind == RpcKind.RAISED
         value = msgspec.msgpack.encode(rest if raised else (rest[0] if rest else None))
         self.answers[decoding.decode(number, type=int)] = Answer(raised, value)
 
-    def called(self, rpc: IncomingRpc) -> None:
+    def handle_call(self, rpc: IncomingRpc) -> None:
         """Do nothing: no instance knows the test."""
 
     def take_output(self) -> None:

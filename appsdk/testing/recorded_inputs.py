@@ -108,12 +108,12 @@ class Given(Struct):
 
 
 class Result(Struct, frozen=True):
-    """Recorded answer of what is outside to a service. ``asked_ns``: when it was asked for; ``delay_ns``: how long it
-    took."""
+    """Recorded answer of what is outside to a service. ``requested_ns``: when it was asked for; ``delay_ns``: how long
+    it took."""
 
     service: str
     method: str
-    asked_ns: int
+    requested_ns: int
     delay_ns: int
     raised: bool
     values: Sequence[msgspec.Raw]
@@ -129,29 +129,29 @@ class Results:
         self._taken: set[int] = set()
         self.guessed = self.missing = 0
 
-    def add(self, what: tuple[object, ...], encoded: bytes, result: Result) -> None:
-        self._all[what, encoded].append(result)
-        self._all[what].append(result)
+    def add(self, request: tuple[object, ...], encoded: bytes, result: Result) -> None:
+        self._all[request, encoded].append(result)
+        self._all[request].append(result)
 
     def sort(self) -> None:
         for results in self._all.values():
-            results.sort(key=lambda one: one.asked_ns)
+            results.sort(key=lambda one: one.requested_ns)
 
-    def take(self, what: tuple[object, ...], encoded: bytes, now_ns: int) -> Result | None:
+    def match(self, request: tuple[object, ...], encoded: bytes, now_ns: int) -> Result | None:
         """Return the answer that was asked for nearest to this time; of those of one moment, the next one.
 
         None if there is none, or it would come after the end.
         """
-        equal = self._all.get((what, encoded))
-        results = equal or self._all.get(what)
+        equal = self._all.get((request, encoded))
+        results = equal or self._all.get(request)
         if results is None:
             self.missing += 1
             return None
-        at = bisect_left(results, now_ns, key=lambda one: one.asked_ns)
-        if at == len(results) or (at and results[at].asked_ns - now_ns > now_ns - results[at - 1].asked_ns):
-            at = bisect_left(results, results[at - 1].asked_ns, key=lambda one: one.asked_ns)
+        at = bisect_left(results, now_ns, key=lambda one: one.requested_ns)
+        if at == len(results) or (at and results[at].requested_ns - now_ns > now_ns - results[at - 1].requested_ns):
+            at = bisect_left(results, results[at - 1].requested_ns, key=lambda one: one.requested_ns)
         while id(results[at]) in self._taken and results[at + 1 : at + 2]:
-            if results[at + 1].asked_ns != results[at].asked_ns:
+            if results[at + 1].requested_ns != results[at].requested_ns:
                 break
             at += 1
         if now_ns + results[at].delay_ns > self._end_ns:
@@ -167,7 +167,7 @@ class Results:
         several = len(one.values) > 1  # of a failed call: the error's name, its arguments, its attributes
         value = msgspec.Raw(encoder.encode(one.values)) if several else one.values[0]
         arguments = {"raised" if one.raised else "result": decoding.decode(value)}
-        given = Input(one.service, "result", one.method, arguments, one.asked_ns + one.delay_ns)
+        given = Input(one.service, "result", one.method, arguments, one.requested_ns + one.delay_ns)
         (value,) = self._redaction.encoded(given, [value])
         return decoding.decode(value, type=list[msgspec.Raw]) if several else (value,)
 
@@ -176,20 +176,20 @@ class Times:
     """Times at which a service was told the time, and when its timers were due then."""
 
     def __init__(self, recorded: Recorded, end_ns: int) -> None:
-        self.told: list[int] = []
+        self.logged_ns: list[int] = []
         log = recorded.log
         sequence_ids = range(log.checkpoint.sequence_id, log.last_sequence_id + 1)
         self._times = [log.time_of(one) for one in sequence_ids]
         self._due = [recorded.due_ns(one) for one in sequence_ids]
         self._end_ns = end_ns
 
-    def when_told(self, due_ns: int) -> int | None:
+    def fires_at_ns(self, due_ns: int) -> int | None:
         """Return when a timer that is due goes off: when the log told the time, if one was due by then; None: never."""
         was_due_ns = self._due[max(0, bisect_right(self._times, due_ns) - 1)]
         if was_due_ns is None or was_due_ns > due_ns:
             return due_ns if due_ns <= self._end_ns else None
-        at = bisect_left(self.told, due_ns)
-        return self.told[at] if at < len(self.told) else None
+        at = bisect_left(self.logged_ns, due_ns)
+        return self.logged_ns[at] if at < len(self.logged_ns) else None
 
 
 class Delays:
@@ -228,7 +228,7 @@ class Inputs:
         self._fleet = fleet
         self._codes = codes
         self._begin_ns = begin_ns
-        self._asked: dict[tuple[str, int], tuple[int, bytes, int]] = {}  # calls to services without a log
+        self._open_calls: dict[tuple[str, int], tuple[int, bytes, int]] = {}  # calls to services without a log
         for name, recorded in fleet.items():
             self._note_calls(name, recorded)
         for name, recorded in fleet.items():
@@ -238,7 +238,7 @@ class Inputs:
             for record in recorded.log.records():
                 for index, slot in enumerate(record.slots()):
                     if slot.batch.kind != BatchKind.INITIAL and (record.sequence_id, index) not in skipped:
-                        self._take(name, recorded, record, slot)
+                        self._add_message(name, recorded, record, slot)
         self.results.sort()
         for delays in self.delays.values():
             delays.sort()
@@ -253,25 +253,25 @@ class Inputs:
                     rpc = rpc_of(output.message)
                     if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC:
                         _, number, *rest = decoding.decode(rpc.arguments, type=list[msgspec.Raw])
-                        asked = rpc.method_id, encoder.encode(rest), recorded.log.time_of(sequence_id)
-                        self._asked[name, decoding.decode(number, type=int)] = asked
+                        call = rpc.method_id, encoder.encode(rest), recorded.log.time_of(sequence_id)
+                        self._open_calls[name, decoding.decode(number, type=int)] = call
 
     def _note_effects(self, name: str, recorded: Recorded) -> None:
         for effect in recorded.effects.values():
             if effect.done is not None:
-                told = decoding.decode(rpc_of(effect.message).arguments, type=EffectResult)
+                logged = decoding.decode(rpc_of(effect.message).arguments, type=EffectResult)
                 took_ns = effect.done_ns - effect.begun_ns
-                result = Result(name, effect.name, effect.begun_ns, took_ns, told.raised, [told.value])
+                result = Result(name, effect.name, effect.begun_ns, took_ns, logged.raised, [logged.value])
                 self.results.add((name, effect.name), effect.encoded, result)
 
-    def _take(self, name: str, recorded: Recorded, record: LoggedRecord, slot: Slot) -> None:
+    def _add_message(self, name: str, recorded: Recorded, record: LoggedRecord, slot: Slot) -> None:
         rpc = rpc_of(slot.message)
         kind, sender, at_ns = "impulse", name, record.time_ns
         if slot.source is None and slot.batch.kind == BatchKind.CLIENT:
             kind, sender = "request", slot.batch.name
         elif slot.source is None:
             if rpc.method_id == CLOCK_METHOD_ID:
-                self.times[name].told.append(record.time_ns)
+                self.times[name].logged_ns.append(record.time_ns)
             if rpc.method_id in (CLOCK_METHOD_ID, EFFECT_METHOD_ID):
                 return
         elif slot.source == ONESELF:
@@ -290,19 +290,19 @@ class Inputs:
                 self._note_answer(name, record, slot.source, rpc)
                 return
         if record.time_ns >= self._begin_ns:
-            self._give(name, kind, sender, rpc, record, at_ns)
+            self._add_input(name, kind, sender, rpc, record, at_ns)
 
     def _note_answer(self, name: str, record: LoggedRecord, sender: str, rpc: IncomingRpc) -> None:
         number, *values = decoding.decode(rpc.arguments, type=list[msgspec.Raw])
-        asked = self._asked.get((name, decoding.decode(number, type=int)))
-        if asked is not None:
-            method_id, encoded, asked_ns = asked
+        call = self._open_calls.get((name, decoding.decode(number, type=int)))
+        if call is not None:
+            method_id, encoded, requested_ns = call
             raised = rpc.kind == RpcKind.RAISED
             method = self._fleet[name].methods.get((sender, method_id), f"method {method_id}")
-            result = Result(name, method, asked_ns, record.time_ns - asked_ns, raised, values)
+            result = Result(name, method, requested_ns, record.time_ns - requested_ns, raised, values)
             self.results.add((sender, name, method_id), encoded, result)
 
-    def _give(self, name: str, kind: str, sender: str, rpc: IncomingRpc, record: LoggedRecord, at_ns: int) -> None:
+    def _add_input(self, name: str, kind: str, sender: str, rpc: IncomingRpc, record: LoggedRecord, at_ns: int) -> None:
         definition = self._codes[name]
         handler = definition.by_method_id.get(rpc.method_id)
         if handler is None:

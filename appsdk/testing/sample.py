@@ -177,7 +177,7 @@ def _write(world: World, old: Registry, folder: Path, codes: Mapping[str, Defini
         settings = registry.register(name, "tcp://127.0.0.1:*", app=app, keep_code=then.keep_code)
         sources = {path: (path, source) for path, (_, source) in sources_of(definition.cls).items()}
         if then.keep_code:
-            kept_code.keep(settings.folder / kept_code.FOLDER_NAME, app, sources, 0)
+            kept_code.store(settings.folder / kept_code.FOLDER_NAME, app, sources, 0)
         backend = world.nodes[name].store.backend
         with backend.view() as view:
             place_of(settings.log).copy(view, backend.identity, None)
@@ -186,8 +186,8 @@ def _write(world: World, old: Registry, folder: Path, codes: Mapping[str, Defini
 def _counts(node: Node, then: tuple[int, int], given: list[Given], kept: list[Given]) -> SampledService:
     own = logged(MemorySource(node.name, node.store), node.store.summary().checkpoints[0], None)
     pairs = zip(_sizes(own), then, strict=True)
-    inputs = (sum(one.input.service == node.name for one in some) for some in (kept, given))
-    return SampledService(node.name, *inputs, *itertools.chain.from_iterable(pairs))
+    counts = (sum(one.input.service == node.name for one in inputs) for inputs in (kept, given))
+    return SampledService(node.name, *counts, *itertools.chain.from_iterable(pairs))
 
 
 def _first_ns(recorded: Recorded) -> int:
@@ -229,7 +229,7 @@ class _RecordedEffects:
 
     def start(self, request: EffectRequest) -> None:
         now_ns = self._now_ns()
-        result = self._results.take((self._name, request.name), request.encoded, now_ns)
+        result = self._results.match((self._name, request.name), request.encoded, now_ns)
         if result is not None:
             due = now_ns + result.delay_ns, next(self._numbers), request, result.raised, bytes(result.values[0])
             heapq.heappush(self._due, due)
@@ -258,17 +258,17 @@ class _SampledApp(LocalApp):
         self._recorded_effects = effects
 
     @property
-    def _told_ns(self) -> int | None:
+    def _fires_at_ns(self) -> int | None:
         due_ns = self.dispatcher.next_due_ns
-        return None if due_ns is None else self._times.when_told(due_ns)
+        return None if due_ns is None else self._times.fires_at_ns(due_ns)
 
     @property
     def next_due_ns(self) -> int | None:
-        return earlier(self._told_ns, self._recorded_effects.next_due_ns)
+        return earlier(self._fires_at_ns, self._recorded_effects.next_due_ns)
 
     def log_time(self, time_ns: int) -> None:
-        told_ns = self._told_ns
-        if told_ns is not None and told_ns <= time_ns:
+        fires_at_ns = self._fires_at_ns
+        if fires_at_ns is not None and fires_at_ns <= time_ns:
             self.dispatcher.log_time(time_ns)
         self._recorded_effects.run()
         self.take_output()
@@ -285,12 +285,12 @@ class _StandIn(OutsideApp):
         self._due: list[tuple[int, int, str, bytes]] = []
         self._numbers = itertools.count()
 
-    def called(self, rpc: IncomingRpc) -> None:
+    def handle_call(self, rpc: IncomingRpc) -> None:
         if rpc.rpc_type != RpcType.ASYNC:
             return
         caller, number, *rest = decoding.decode(rpc.arguments)
         now_ns = self._world.now_ns
-        result = self._results.take((self._name, caller, rpc.method_id), encoder.encode(rest), now_ns)
+        result = self._results.match((self._name, caller, rpc.method_id), encoder.encode(rest), now_ns)
         if result is not None:
             kind = RpcKind.RETURNED_VALUE if result.values else RpcKind.RETURNED_NOTHING
             kind = RpcKind.RAISED if result.raised else kind
@@ -384,8 +384,8 @@ class _SampleWorld(World):
             first = _first_ns(self._fleet[name]) if name in codes else 0
             actions.append((max(begin_ns, first), node.start))
         together = itertools.groupby(kept, key=lambda one: (one.at_ns, one.input.service, one.record, one.input.kind))
-        for (time_ns, *_), some in together:
-            actions.append((time_ns, partial(self._give, list(some), hides_clients=hides_clients)))
+        for (time_ns, *_), inputs in together:
+            actions.append((time_ns, partial(self._send_inputs, list(inputs), hides_clients=hides_clients)))
         actions.sort(key=lambda one: one[0])  # of one time, starts come first
         try:
             for time_ns, action in actions:
@@ -405,16 +405,16 @@ class _SampleWorld(World):
             text = f"the sample stops{where}: {type(error).__name__}: {error}"
             raise ReplayError(f"{text}: keep other inputs, or give an earlier --to") from error
         finally:
-            self.clear_away()
+            self.discard_tasks()
 
     def _apps_due_ns(self) -> int | None:
         due = [node.app.next_due_ns for node in self.nodes.values() if node.app is not None]
         return min((one for one in due if one is not None), default=None)
 
-    def _give(self, some: Iterable[Given], *, hides_clients: bool) -> None:
+    def _send_inputs(self, inputs: Iterable[Given], *, hides_clients: bool) -> None:
         """Give inputs that came together then, in one record."""
         requests: dict[str, list[ev.Event]] = defaultdict(list)
-        for one in some:
+        for one in inputs:
             name, rpc, raws = one.input.service, one.rpc, one.arguments
             if one.input.kind == "request":
                 payload = encode_request(rpc.method_id, encoder.encode(raws))

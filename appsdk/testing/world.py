@@ -196,12 +196,12 @@ class Node:
     def step(self) -> bool:
         """Take the next step of this instance; return False if it has nothing to do."""
         if self._to_app:
-            self.do(self._app_reads)
+            self.do(self._deliver_input)
         elif self._log is not None and self._log.jobs:
-            self.do(self._disk)
+            self.do(self._run_log_job)
         elif self.closing and self.app is not None:
-            self.do(self._app_leaves)
-        elif not self._app_tells():
+            self.do(self._close_app)
+        elif not self._deliver_unasked():
             return False
         return True
 
@@ -210,7 +210,7 @@ class Node:
         app_due_ns = None if self.app is None else self.app.next_due_ns
         return earlier(self.wake_ns, app_due_ns)
 
-    def _app_reads(self) -> None:
+    def _deliver_input(self) -> None:
         data = b"".join(self._to_app)
         self._to_app.clear()
         app = self.app
@@ -218,7 +218,7 @@ class Node:
             return
         app.receive(data)
         self.world.crashes.point(self)
-        self._handle(ev.AppSent(len(data)), *self._said())
+        self._handle(ev.AppSent(len(data)), *self._pop_output())
         if app.has_died and self.app is app:
             self.lose_app()
             return
@@ -229,7 +229,7 @@ class Node:
             app.error.add_note(f"in the instance {self.name!r}")
             raise app.error
 
-    def _app_tells(self) -> bool:
+    def _deliver_unasked(self) -> bool:
         """Deliver what the app sends unasked: calls from outside the handlers, and the time."""
         app, now_ns = self.app, self.world.now_ns
         if self.wake_ns is not None and self.wake_ns <= now_ns:
@@ -243,10 +243,10 @@ class Node:
         app.take_output()
         if not app.output or self.paused:
             return False
-        self.do(lambda: self._handle(*self._said()))
+        self.do(lambda: self._handle(*self._pop_output()))
         return True
 
-    def _said(self) -> list[ev.Event]:
+    def _pop_output(self) -> list[ev.Event]:
         """Take the app's output that can be delivered now, as events."""
         if self.app is None or not self.app.output or self.paused or self.closing:
             return []
@@ -254,12 +254,12 @@ class Node:
         self.app.output.clear()
         return [ev.AppData(data)]
 
-    def _app_leaves(self) -> None:
+    def _close_app(self) -> None:
         self._drop_app()
         self.closing = False
         self._handle(ev.AppClosed())
 
-    def _disk(self) -> None:
+    def _run_log_job(self) -> None:
         assert self._log is not None
         event = self._log.work()
         if isinstance(event, ev.Committed):
@@ -365,11 +365,11 @@ class World:
         self._outside.start()
         self._settle()
 
-    def clear_away(self) -> None:
+    def discard_tasks(self) -> None:
         """Close waiting handlers at the end of the test, not in the middle of another one."""
         for node in self.nodes.values():
             if (app := node.local_app) is not None:
-                app.dispatcher.tasks.clear_away()
+                app.dispatcher.tasks.discard_all()
 
     @property
     def outside(self) -> OutsideApp:
@@ -482,15 +482,16 @@ class World:
         while not is_done():
             due_ns = self.next_due_ns()
             if due_ns is None:
-                raise NoAnswerError(f"{call} has no answer, and nothing more happens by itself{self._who_waits()}")
+                raise NoAnswerError(f"{call} has no answer, and nothing more happens by itself{self._waiting_text()}")
             if due_ns > latest_ns:
                 next_text = datetime_of(due_ns).isoformat()
                 raise NoAnswerError(
-                    f"{call} has no answer within {patience} (the next timer is due at {next_text}){self._who_waits()}"
+                    f"{call} has no answer within {patience} (the next timer is due at {next_text})"
+                    f"{self._waiting_text()}"
                 )
             self.do(partial(self._skip_to, due_ns))
 
-    def _who_waits(self) -> str:
+    def _waiting_text(self) -> str:
         lines = [f"{name}: {message}" for name, message in self.reports[-REPORTS_SHOWN:]]
         for node in self.nodes.values():
             app = node.local_app

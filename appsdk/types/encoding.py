@@ -155,7 +155,7 @@ class AnnotatedForm(Form):
             for depth in range(DEPTH_MAX):
                 below: Level = []
                 for form, column in level:
-                    odd |= form.look(column, below)
+                    odd |= form.scan(column, below)
                 if not below:
                     return odd
                 level = below
@@ -166,16 +166,16 @@ class AnnotatedForm(Form):
             raise self._place_of(value, None) or unfit from None
         raise self._place_of(value, None) or NotRoundTrippableError(_TOO_DEEP)
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         classes = set(map(type, column))
         if len(classes) == 1:
             (cls,) = classes
             if cls not in PLAIN_CLASSES and not isinstance(column, list | tuple):
                 column = list(column)
-            return self.step(cls).look(column, below)
+            return self.step(cls).scan(column, below)
         odd = False
         for cls in classes:
-            odd |= self.step(cls).look([one for one in column if type(one) is cls], below)
+            odd |= self.step(cls).scan([one for one in column if type(one) is cls], below)
         return odd
 
     def encode(self, value: Any) -> bytes:
@@ -199,7 +199,7 @@ class AnnotatedForm(Form):
                 return NotRoundTrippableError(_TOO_DEEP, _joined(path))
             step = form.step(type(value))
             try:
-                step.look((value,), [])
+                step.scan((value,), [])
                 parts = [(part_form, part, (*path, place)) for place, part_form, part in step.parts(value)]
                 if encode is not None and not parts:
                     encode(step.tag(value))

@@ -53,10 +53,10 @@ def validated(validator: Any, name: str, plain: Any) -> Any:
     try:  # a strict field accepts the text of a datetime only in JSON
         return validator.validate_json(pydantic_core.to_json(plain), by_name=True, by_alias=True)
     except (pydantic.ValidationError, ValueError):
-        raise ValueError(_in_words(name, problem)) from None
+        raise ValueError(_validation_text(name, problem)) from None
 
 
-def _in_words(name: str, error: pydantic.ValidationError) -> str:
+def _validation_text(name: str, error: pydantic.ValidationError) -> str:
     found = error.errors(include_url=False)
     shown = [
         f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}, got `{type(one['input']).__name__}`"

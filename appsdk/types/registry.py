@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from immortal.appsdk.errors import DefinitionError
 from immortal.protocol.extension_values import converted
+from immortal.protocol.redaction import Redacted
 
 T = TypeVar("T")
 Plain = TypeVar("Plain")
@@ -74,13 +75,13 @@ def find_codec(cls: Any) -> Codec | None:
         return None
     if not isinstance(cls, type):
         return None
-    codec = _registered.get(cls) or _of_library(cls)
+    codec = _registered.get(cls) or _library_codec(cls)
     if codec is not None:
         _found[cls] = codec
     return codec
 
 
-def _of_library(cls: type) -> Codec | None:
+def _library_codec(cls: type) -> Codec | None:
     for base in cls.__mro__:
         module = _LIBRARIES.get(base.__module__.partition(".")[0])
         if module is not None:
@@ -105,7 +106,7 @@ def register_type(cls: type[T], *, encode: Callable[[T], Plain], decode: Callabl
     if cls in _registered:
         raise DefinitionError(f"register_type({name}): it is registered already: remove one of the two")
     is_pythons = importlib.import_module(_PYTHON).codec_of(cls) is not None  # apps of 0.1.0 can have a codec for it
-    if not _is_custom(cls) or (_of_library(cls) is not None and not is_pythons):
+    if not _is_custom(cls) or (_library_codec(cls) is not None and not is_pythons):
         raise DefinitionError(f"register_type({name}): its values are carried already, without a codec: remove this")
     if problem := unsupported_type(form):
         raise DefinitionError(f"register_type({name}, form=...): {problem}")
@@ -136,6 +137,8 @@ def encode_custom(value: Any) -> Any:
 
 def show_custom(value: Any) -> Any:
     """Return the value to show to people in place of ``value``."""
+    if isinstance(value, Redacted):
+        return str(value)
     codec = _codec_for(value)
     return _applied(value, codec.show or codec.encode)
 

@@ -96,8 +96,8 @@ Level = list[tuple["Form", Column]]
 class Form:
     """Form of one place of an annotation; see :class:`immortal.appsdk.types.encoding.AnnotatedForm`."""
 
-    def look(self, column: Column, below: Level) -> bool:
-        """Check values of any classes, as :meth:`Step.look` does."""
+    def scan(self, column: Column, below: Level) -> bool:
+        """Check values of any classes, as :meth:`Step.scan` does."""
         raise NotImplementedError
 
     def step(self, cls: type) -> Step:
@@ -116,12 +116,12 @@ class Form:
 class Step:
     """Step for plain values, which are encoded as they are."""
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         """Return True if a value of ``column`` needs a tag; add parts to ``below``. Raises NotRoundTrippableError."""
         return False
 
     def is_plain(self, value: Any) -> bool:
-        """Return True if :meth:`look` surely accepts this one value, and it needs no tag: a fast answer."""
+        """Return True if :meth:`scan` surely accepts this one value, and it needs no tag: a fast answer."""
         return False
 
     def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
@@ -137,7 +137,7 @@ class Unfit(Step):
     def __init__(self, problem: str) -> None:
         self.problem = problem
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         raise NotRoundTrippableError(self.problem)
 
 
@@ -145,7 +145,7 @@ class Literals(Step):
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         for value in column:
             if value not in self._values:
                 raise NotRoundTrippableError(f"{clipped(value)} where Literal{list(self._values)} is annotated")
@@ -162,7 +162,7 @@ class Integers(Step):
 class Extensions(Step):
     """Step for classes that are always encoded as extensions if no annotation says their type."""
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         return True
 
     def tag(self, value: Any) -> Any:
@@ -186,7 +186,7 @@ class Moments(Step):
             return False
         return self._typed or (value.tzinfo is UTC and isinstance(value, datetime))
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         for value in column:
             if value.tzinfo is not None and (problem := zone_problem(value.tzinfo)):
                 raise NotRoundTrippableError(problem)
@@ -211,7 +211,7 @@ class Custom(Step):
         self._is_same = given is (typing.get_origin(cls) or cls)
         self._is_ordered = given is OrderedDict
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         if not self._is_same and self._cls is not None:
             value = column[0]
             plain = decoding.decode(encoder.encode(self.tag(value)), ext_hook=read_extension)
@@ -244,7 +244,7 @@ class Items(Step):
         self._item = item
         self._is_odd = is_odd
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         items = column[0] if len(column) == 1 else list(chain.from_iterable(column))
         if items:
             below.append((self._item, items))
@@ -271,7 +271,7 @@ class Mappings(Step):
         self._value = value
         self._is_odd = is_odd
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         if len(column) == 1:
             (only,) = column
             if only:
@@ -299,7 +299,7 @@ class Records(Step):
     def __init__(self, fields: dict[str, Form]) -> None:
         self._fields = fields
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         for value in column:
             for key in value.keys() - self._fields.keys():
                 raise NotRoundTrippableError(
@@ -326,7 +326,7 @@ class Tuples(Step):
         self._forms = forms
         self._names = names
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         for value in column:
             if len(value) != len(self._forms):
                 raise NotRoundTrippableError(f"a tuple of {len(value)} items where {len(self._forms)} are annotated")
@@ -364,7 +364,7 @@ class Objects(Step):
             self._plain.add(classes)
         return classes in self._plain
 
-    def look(self, column: Column, below: Level) -> bool:
+    def scan(self, column: Column, below: Level) -> bool:
         if self._has_dict and not all(map(self._names.issuperset, map(vars, column))):
             for value in column:
                 self._require_no_more(value)

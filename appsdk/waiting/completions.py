@@ -15,8 +15,8 @@ from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import (
     CANCELLED,
+    describe_failure,
     encode_failed,
-    failure_in_words,
     forked,
     reference,
     refused,
@@ -26,7 +26,7 @@ from immortal.appsdk.calls.failures import (
 from immortal.appsdk.errors import HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.ordering.messages import Scope
-from immortal.appsdk.state.journal import declared_name, described, encode_raised
+from immortal.appsdk.state.journal import declared_name, describe_operation, encode_raised
 from immortal.appsdk.types.handles import MARK
 from immortal.appsdk.waiting.host import Answers, HandlerRuns, Host
 from immortal.appsdk.waiting.operations import NOTHING, Event, MulticastCall
@@ -95,7 +95,7 @@ class Endings:
         verdict = self._handler_runs.verdicts.get(verdict.key, verdict)
         if not self._handler_runs.report_failure(verdict, error):
             raise error
-        self.note(task.number, "failed", failure_in_words(verdict), task)
+        self.note(task.number, "failed", describe_failure(verdict), task)
         if task.caller is not None:
             self._answers.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
 
@@ -175,6 +175,10 @@ class Incoming:
                 context.nodes.accounts.count_incoming(data)
             self._tasks.resolve(call, kind is _RAISED, value)
             self._tasks.drain()
+        elif (relay := getattr(self._tasks.instance, "_immortal_relay", None)) is not None and relay(
+            number, kind is _RAISED, value
+        ):
+            return
         elif MARK in data and self.failed is None:
             context.nodes.accounts.return_copies(data)
 
@@ -239,7 +243,7 @@ class Orders:
             return tasks.restart(order)  # type: ignore[no-any-return]
         task: Task | None = tasks.waiting(order.task)
         ends = order.verb in ("cancel", "terminate")
-        if task is None and ends and (name := tasks.give_up(order.task, order.text)) is not None:
+        if task is None and ends and (name := tasks.cancel_queued(order.task, order.text)) is not None:
             return True, f"{name} was cancelled before its turn"
         if task is None:
             return False, f"no handler {order.task} waits: it has ended, or there never was one"
@@ -277,4 +281,4 @@ class Orders:
 def _describe_wait(task: Task) -> str:
     if task.is_done:
         return "has ended"
-    return f"waits for {', '.join(map(described, task.pending.values()))}"
+    return f"waits for {', '.join(map(describe_operation, task.pending.values()))}"

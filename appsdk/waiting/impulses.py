@@ -20,7 +20,7 @@ from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, Effect
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, Cron, Handler, Period
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.state.journal import WAYS_OUT, JournalError, SavedTasks, described
+from immortal.appsdk.state.journal import WAYS_OUT, JournalError, SavedTasks, describe_operation
 from immortal.appsdk.waiting.operations import Event, Operation, Owner, Timer
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import RpcType
@@ -438,8 +438,8 @@ class WaitingEffects:
             # In a replay of changed code the log does not know this effect. In a recovery this is an error, but when it
             # is known not to be such a replay, it is too late to raise it here.
             self._misfit = self._misfit or (
-                f"{effect.task.name} waits for {described(effect)}, and record {self._context.sequence_id} has the "
-                f"result of {described(result)} for it"
+                f"{effect.task.name} waits for {describe_operation(effect)}, and record {self._context.sequence_id} "
+                f"has the result of {describe_operation(result)} for it"
             )
             return None
         return effect
@@ -511,6 +511,19 @@ class Events:
             if not kept:
                 del self.kept[name]
             self.signal(name, value)
+
+    def take(self, name: str) -> list[bytes]:
+        """Remove and return the kept signals of a name."""
+        values = list(self.kept.pop(name))
+        self._count -= len(values)
+        self._size_bytes -= sum(map(len, values))
+        return values
+
+    def put(self, name: str, values: list[bytes]) -> None:
+        """Keep signals that another instance has taken."""
+        self.kept.setdefault(name, deque()).extend(values)
+        self._count += len(values)
+        self._size_bytes += sum(map(len, values))
 
     def _give(self, name: str, value: bytes) -> None:
         self._given[name] -= 1

@@ -549,12 +549,12 @@ class Race(LazyFuture[Winner[Any]]):
                 future.cancel()
                 continue
             self._open[future] = index
-            future.add_done_callback(self._one_ended)
+            future.add_done_callback(self._on_part_done)
             if future.done():
                 self._decide(future)
         self._finish()
 
-    def _one_ended(self, future: asyncio.Future[Any]) -> None:
+    def _on_part_done(self, future: asyncio.Future[Any]) -> None:
         if future in self._open:
             self._decide(future)
             self._finish()

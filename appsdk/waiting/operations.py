@@ -25,7 +25,7 @@ from immortal.appsdk.state.journal import (
     Pending,
     SavedTask,
     decode_raised,
-    described,
+    describe_operation,
 )
 from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.types.encoding import form_to_send
@@ -370,12 +370,14 @@ def make_node_call(
 # Values of signals, from the sender to the waiter.
 
 
-def event_name(what: str, name: object) -> str:
-    """Return an event's name as a plain str. ``what``: for messages. Raises UsageError."""
+def event_name(function_name: str, name: object) -> str:
+    """Return an event's name as a plain str. ``function_name``: for messages. Raises UsageError."""
     if not isinstance(name, str):
-        raise UsageError(f"{what}({name!r}): the name of an event is a str")
+        raise UsageError(f"{function_name}({name!r}): the name of an event is a str")
     if not is_encodable(name):
-        raise UsageError(f"{what}({name!r}): the name of an event is text that can be encoded, without lone surrogates")
+        raise UsageError(
+            f"{function_name}({name!r}): the name of an event is text that can be encoded, without lone surrogates"
+        )
     return str.__str__(name)
 
 
@@ -422,7 +424,7 @@ class Rebuild:
         """
         saved = self._by_step.get(operation.step)
         if saved is not None and not operation.fits(saved):
-            raise self.mismatch(operation.step, saved, described(operation))
+            raise self.mismatch(operation.step, saved, describe_operation(operation))
         if isinstance(saved, Pending) and not operation.is_immediate:
             operation.number = saved.number
 
@@ -430,7 +432,9 @@ class Rebuild:
         """Return the journal's result of an operation that does not wait. Raises JournalError."""
         entry = self.next_entry
         if entry is None or entry.step != operation.step:
-            raise self.mismatch(operation.step, entry or self._by_step.get(operation.step), described(operation))
+            raise self.mismatch(
+                operation.step, entry or self._by_step.get(operation.step), describe_operation(operation)
+            )
         self.consume_entry()
         return entry
 
@@ -445,7 +449,7 @@ class Rebuild:
             ) from None
 
     def mismatch(self, step: int, saved: Entry | Pending | None, got: str) -> JournalError:
-        expected = described(saved) if saved is not None else "nothing more"
+        expected = describe_operation(saved) if saved is not None else "nothing more"
         if got == expected:
             got = f"{got}, in another order"
         return JournalError(

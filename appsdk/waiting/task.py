@@ -28,7 +28,15 @@ from immortal.appsdk.calls.user_code import (
 from immortal.appsdk.errors import AppError, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.log import HandlerLog
-from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
+from immortal.appsdk.state.journal import (
+    CANCEL,
+    CANCEL_STEP,
+    WAYS_OUT,
+    Entry,
+    JournalError,
+    SavedTask,
+    describe_operation,
+)
 from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.waiting.host import Host
 from immortal.appsdk.waiting.loop import raise_signal
@@ -106,11 +114,11 @@ class Task(Owner):
 
     __slots__ = (
         "_abandoned",
+        "_call_text",
         "_continuation",
         "_copies",
-        "_described",
         "_error",
-        "_is_cleared_away",
+        "_is_detached",
         "_is_running",
         "_rebuild",
         "_resumed_count",
@@ -145,8 +153,8 @@ class Task(Owner):
         self._stopped: Stopped | None = None
         self._abandoned: Abandoned | None = None
         self._rebuild: Rebuild | None = None
-        self._is_running = self._is_cleared_away = False
-        self._described = ""
+        self._is_running = self._is_detached = False
+        self._call_text = ""
         self._streams: dict[tuple[bytes, bytes], random.Random] | None = None
         self.origin_results = _NO_RESULTS
         self._start_run()
@@ -209,16 +217,16 @@ class Task(Owner):
     def decoded_arguments(self) -> tuple[Any, ...]:
         return self.tasks.codec(self.handler).decode(self.arguments)
 
-    def described_arguments(self) -> str:
+    def arguments_text(self) -> str:
         """Return the handler's arguments as text, without secrets."""
-        return describe_arguments(self.decoded_arguments(), self.handler.signature.parameters)
+        return describe_arguments(self.decoded_arguments(), self.handler.signature.parameters, self.name)
 
     @property
     def described_call(self) -> str:
-        if not self._described:
+        if not self._call_text:
             names = self.handler.signature.parameters
-            self._described = f"{self.name}{describe_encoded(self.arguments, names, named=False)}"
-        return self._described
+            self._call_text = f"{self.name}{describe_encoded(self.arguments, names, self.name, named=False)}"
+        return self._call_text
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -286,7 +294,7 @@ class Task(Owner):
     def _start_over(self, continuation: ContinueAs) -> None:
         self._close()
         self.arguments = continuation.arguments
-        self._described = ""
+        self._call_text = ""
         self.origin_results = _NO_RESULTS
         self.generation += 1
         self._start_run()
@@ -441,14 +449,14 @@ class Task(Owner):
         if operation.number:
             self.tasks.register(operation)
 
-    def clear_away(self, *, closes: bool = True) -> None:
+    def detach(self, *, closes: bool = True) -> None:
         """Remove the handler from its place: actions of its coroutines when they are closed have no effect."""
-        self._is_cleared_away = True
+        self._is_detached = True
         if closes:
             self._close()
 
     def forget(self, operation: Operation) -> None:
-        if self._is_cleared_away:
+        if self._is_detached:
             return
         self.pending.pop(operation.step, None)
         if operation.number:
@@ -586,7 +594,7 @@ class Task(Owner):
         if self.is_done:
             _, error = self.result()
             return "its end" if error is None else f"{type(error).__name__}: {error}"
-        return ", ".join(map(described, self.pending.values())) or "nothing that it waits for"
+        return ", ".join(map(describe_operation, self.pending.values())) or "nothing that it waits for"
 
     def failure(self, error: BaseException) -> HandlerError:
         """Return the HandlerError for ``error``: this handler fails alone, or the app stops."""
@@ -594,4 +602,4 @@ class Task(Owner):
 
     def _title(self) -> str:
         since = datetime_of(self.started_ns).isoformat()
-        return f"{self.name}{self.described_arguments()}, which waits since {since},"
+        return f"{self.name}{self.arguments_text()}, which waits since {since},"

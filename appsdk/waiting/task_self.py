@@ -104,7 +104,7 @@ class TaskSelf:
         if name in schema.attributes and schema.serializer == "msgspec":
             frame = sys._getframe(1)
             is_looked_at = frame.f_code.co_filename in _TYPED or in_debugger(frame)  # no rebuild reads it there again
-            return _look(task, schema, name) if is_looked_at else task.read(schema, name)
+            return _read_attribute(task, schema, name) if is_looked_at else task.read(schema, name)
         raise _refused(task, "reads", name, sys._getframe(1))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -133,7 +133,7 @@ def _subject(task: Task) -> Any:
     return app.keys.get(task.key) if present is None else present.one
 
 
-def _look(task: Task, schema: StateSchema, name: str) -> Any:
+def _read_attribute(task: Task, schema: StateSchema, name: str) -> Any:
     """Return a copy of an attribute for a debugger, without a journal entry. Raises StateError."""
     value = getattr(_subject(task), name)
     return schema.decode_attribute(name, schema.encode_attribute(name, value))
@@ -195,7 +195,7 @@ class TaskHandler:
             arguments = *self._front, *arguments
             if target.codec.needs_forms:
                 codec = target.codec
-                arguments, keywords = codec.apart(codec.exactly(codec.bind(arguments, keywords)))
+                arguments, keywords = codec.split_keywords(codec.tag_values(codec.bind(arguments, keywords)))
             task.tasks.fork(target.destination, target.handler)(*arguments, **keywords)
 
 

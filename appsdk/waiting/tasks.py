@@ -22,7 +22,7 @@ import msgspec
 
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
 from immortal.appsdk.calls.outbox import OF_ORDER
-from immortal.appsdk.calls.user_code import describe_arguments
+from immortal.appsdk.calls.user_code import describe_arguments, describe_result
 from immortal.appsdk.effects.effect import encodable
 from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
@@ -35,7 +35,7 @@ from immortal.appsdk.state.journal import (
     JournalError,
     SavedTask,
     SavedTasks,
-    described,
+    describe_operation,
 )
 from immortal.appsdk.types.handles import read_extension
 from immortal.appsdk.waiting.completions import Endings, Incoming, Orders
@@ -53,7 +53,7 @@ from immortal.appsdk.waiting.operations import (
 )
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskSelf
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.client_frames import Caller
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID, HANDLERS_COUNT_MAX, REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import VerdictKind
@@ -98,10 +98,10 @@ class Tasks(Host):
         if saved is not None:
             self.restore(saved)
 
-    def clear_away(self) -> None:
+    def discard_all(self) -> None:
         """Clear away the waiting handlers: they are not needed any more."""
         for task in self._tasks.values():
-            task.clear_away()
+            task.detach()
 
     # --- waiting handlers -------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Tasks(Host):
 
     def restore(self, saved: SavedTasks) -> None:
         """Run all saved waiting handlers again. Raises JournalError."""
-        self.clear_away()
+        self.discard_all()
         self._queue.clear()
         self.next_announced = None
         self.ready.clear()
@@ -286,7 +286,7 @@ class Tasks(Host):
             self.clock.forget(deadline.number)
             self.cancel(task, f"it has not ended within {task.handler.timeout}", DEADLINE)
 
-    def give_up(self, number: int, reason: str) -> str | None:
+    def cancel_queued(self, number: int, reason: str) -> str | None:
         """Remove a call that waits for its turn; return the name of its handler, None if there is no such call."""
         call = self.limits.queued.pop(number, None)
         if call is None:
@@ -365,7 +365,7 @@ class Tasks(Host):
     def _discard(self, task: Task) -> None:
         """End a handler so that none of its code runs any more, not even a 'finally'."""
         task.drop_pending()
-        task.clear_away(closes=False)
+        task.detach(closes=False)
         _discarded.append(task.main)
         self._remove(task)
 
@@ -391,6 +391,9 @@ class Tasks(Host):
 
     def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
         """Cancel an earlier call of ``caller``, and answer whether it was still open. Raises HandlerError."""
+        forward = getattr(self.instance, "_immortal_cancel", None)
+        if forward is not None and forward(caller, number, cancelled, reason):
+            return
         calls = self._by_call.get((caller, cancelled), [])
         queued = self.limits.queued.values()
         waits = next((one.number for one in queued if (one.caller, one.call_number) == (caller, cancelled)), None)
@@ -399,7 +402,7 @@ class Tasks(Host):
         if calls:
             self.cancel(calls[0], reason, f"its caller, {caller or 'the instance itself'}")
         elif waits is not None:
-            self.give_up(waits, reason)
+            self.cancel_queued(waits, reason)
         self.answers.answer_value(Caller(caller, number, CANCEL_CALL_METHOD_ID), found)
         self.drain()
 
@@ -450,7 +453,7 @@ def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
     )
     values: Values = {"count": len(found)}
     values["handlers"] = [
-        _queued(tasks, one) if isinstance(one, SavedTask) else _described(tasks, one)
+        _describe_queued(tasks, one) if isinstance(one, SavedTask) else _describe_task(tasks, one)
         for one in found[:HANDLERS_COUNT_MAX]
     ]
     if multicasts := tasks.context.multicasts.describe() + (hooks or []):
@@ -467,29 +470,32 @@ def describe_one(tasks: Tasks, number: int) -> Values:
     task = tasks.waiting(number)
     if task is None:
         queued = tasks.limits.queued.get(number)
-        return {"handler": None if queued is None else _queued(tasks, queued) | {"steps": [], "steps_count": 0}}
+        return {
+            "handler": None if queued is None else _describe_queued(tasks, queued) | {"steps": [], "steps_count": 0}
+        }
     steps = [describe_step(entry) for entry in task.entries[-STEPS_MAX:]]
-    return {"handler": _described(tasks, task) | {"steps": steps, "steps_count": len(task.entries)}}
+    return {"handler": _describe_task(tasks, task) | {"steps": steps, "steps_count": len(task.entries)}}
 
 
-def _queued(tasks: Tasks, call: SavedTask) -> Values:
+def _describe_queued(tasks: Tasks, call: SavedTask) -> Values:
     handler = tasks.definition.by_method_id[call.method_id]
     waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
-    arguments = describe_arguments(tasks.codec(handler).decode(call.arguments), handler.signature.parameters)
+    arguments = tasks.codec(handler).decode(call.arguments)
+    shown = describe_arguments(arguments, handler.signature.parameters, handler.name)
     place = call.sequence_id, call.message_index
-    told = _call(call, handler.function.__qualname__, arguments, place)
-    return told | {"waits": [waits], "at": [], "cancelled": []}
+    described = _describe_call(call, handler.function.__qualname__, shown, place)
+    return described | {"waits": [waits], "at": [], "cancelled": []}
 
 
-def _described(tasks: Tasks, task: Task) -> Values:
-    return _call(task, task.name, task.described_arguments(), task.started_by) | {
-        "waits": [_wait(tasks, task, operation) for operation in task.pending.values()],
+def _describe_task(tasks: Tasks, task: Task) -> Values:
+    return _describe_call(task, task.name, task.arguments_text(), task.started_by) | {
+        "waits": [_describe_wait(tasks, task, operation) for operation in task.pending.values()],
         "at": [[describe_place(frame) for frame in frames] for frames in task.frames()],
-        "cancelled": [_cancellation(entry) for entry in task.cancelled],
+        "cancelled": [_describe_cancellation(entry) for entry in task.cancelled],
     }
 
 
-def _call(one: Task | SavedTask, name: str, arguments: str, place: tuple[int, int]) -> Values:
+def _describe_call(one: Task | SavedTask, name: str, arguments: str, place: tuple[int, int]) -> Values:
     """Describe the call of a handler. ``place``: of the message that began it."""
     return {
         "id": one.number,
@@ -504,10 +510,10 @@ def _call(one: Task | SavedTask, name: str, arguments: str, place: tuple[int, in
     }
 
 
-def _wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
+def _describe_wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
     values: Values = {
         "step": operation.step,
-        "for": described(operation),
+        "for": describe_operation(operation),
         "since_ns": operation.since_ns,
         "number": operation.number,
     }
@@ -525,7 +531,7 @@ def _wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
     return values | {"kind": "other"}
 
 
-def _cancellation(entry: Entry) -> Values:
+def _describe_cancellation(entry: Entry) -> Values:
     reason, who = Task.cancellation(entry)
     return {"time_ns": entry.time_ns, "reason": reason, "who": who}
 
@@ -533,13 +539,13 @@ def _cancellation(entry: Entry) -> Values:
 def describe_step(entry: Entry) -> Values:
     """Describe a result that an async handler has had."""
     if entry.step == CANCEL_STEP:
-        return {"step": 0, "what": "cancelled", **_cancellation(entry), "raised": True}
+        return {"step": 0, "what": "cancelled", **_describe_cancellation(entry), "raised": True}
     try:
         shown = decoding.decode_shown(entry.value, ext_hook=read_extension)
-        value = encodable(_raised(shown) if entry.raised else describe_arguments((shown,))[1:-1])
+        value = encodable(_raised(shown) if entry.raised else describe_result(shown, redaction.called(entry.what)))
     except decoding.DecodeError:
         value = f"{len(entry.value)} bytes"
-    what = described(entry) if entry.what == TIMER else entry.what
+    what = describe_operation(entry) if entry.what == TIMER else entry.what
     return {"step": entry.step, "what": what, "time_ns": entry.time_ns, "raised": entry.raised, "value": value}
 
 

@@ -58,7 +58,7 @@ class Archive:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all stored moments, ascending. Raises StoreError."""
-        return [number for number, _ in self._listed()]
+        return [number for number, _ in self._list_moments()]
 
     def last(self) -> tuple[Moment, str] | None:
         """Return the newest moment and the digest of its manifest; None if there is none.
@@ -69,7 +69,7 @@ class Archive:
         if not numbers:
             return None
         name = moment_name(numbers[-1])
-        return self._decoded(name, self.objects.get(name))
+        return self._decode(name, self.objects.get(name))
 
     def moments(self) -> list[Moment]:
         """Return all moments, checked to form one chain. Raises ArchiveError, StoreError."""
@@ -80,9 +80,9 @@ class Archive:
 
         Raises ArchiveError, StoreError.
         """
-        listed = self._listed()
+        listed = self._list_moments()
         names = [moment_name(number) for number, _ in listed]
-        found = [self._decoded(name, data) for name, data in zip(names, self.objects.get_all(names), strict=True)]
+        found = [self._decode(name, data) for name, data in zip(names, self.objects.get_all(names), strict=True)]
         check_follows([moment for moment, _ in found], [its_digest for _, its_digest in found])
         return [(moment, stored_s) for (moment, _), (_, stored_s) in zip(found, listed, strict=True)]
 
@@ -93,7 +93,7 @@ class Archive:
         """
         numbers = self.numbers()
         names = [moment_name(number) for number in numbers if number not in cached or number == numbers[-1]]
-        found = [self._decoded(name, data) for name, data in zip(names, self.objects.get_all(names), strict=True)]
+        found = [self._decode(name, data) for name, data in zip(names, self.objects.get_all(names), strict=True)]
         cached.update({moment.number: (moment, its_digest) for moment, its_digest in found})
         for gone in cached.keys() - set(numbers):
             del cached[gone]
@@ -109,12 +109,12 @@ class Archive:
             return digest(data)
         return None
 
-    def _listed(self) -> list[tuple[int, float]]:
+    def _list_moments(self) -> list[tuple[int, float]]:
         """Return the number of each stored moment, with the time when it was stored."""
         listed = ((one.name.removeprefix(MOMENTS), one.modified_s) for one in self.objects.listed(MOMENTS))
         return [(int(name), modified_s) for name, modified_s in listed if name.isdecimal()]
 
-    def _decoded(self, name: str, data: bytes) -> tuple[Moment, str]:
+    def _decode(self, name: str, data: bytes) -> tuple[Moment, str]:
         location = f"{self.objects.location}/{name}"
         moment = decode_moment(data, location)
         if moment_name(moment.number) != name:
@@ -130,7 +130,7 @@ class Archive:
         self.objects.put_new(name, data)
         return Part(name, len(data), digest(data))
 
-    def stored(self, parts: Iterable[Part]) -> Iterator[bytes]:
+    def read_parts(self, parts: Iterable[Part]) -> Iterator[bytes]:
         """Yield the stored bytes of each part, checked against its digest. Raises DamagedObjectError, StoreError."""
         wanted = list(parts)
         for part, data in zip(wanted, self.objects.get_all(part.name for part in wanted), strict=True):
@@ -231,7 +231,7 @@ def restore(
     with tempfile.TemporaryDirectory(prefix="immortal-restore-", dir=_fetch_folder(place)) as folder:
         spool = Path(folder)
         parts = needs.parts
-        for number, data in enumerate(archive.stored(parts)):
+        for number, data in enumerate(archive.read_parts(parts)):
             (spool / str(number)).write_bytes(data)
         files = {part.name: spool / str(number) for number, part in enumerate(parts)}
 

@@ -49,7 +49,7 @@ class ArchiveReader(ReadBackend):
 
     @contextlib.contextmanager
     def view(self, *, copies: bool = False) -> Iterator[ArchivedView]:
-        with _reading():
+        with _translated_errors():
             yield self._newest()
 
     def _newest(self) -> ArchivedView:
@@ -65,7 +65,7 @@ class ArchiveReader(ReadBackend):
             encrypted = encrypted_parts(moments)
 
             def rows_of(part: Part) -> list[PackedRow]:
-                (data,) = self._archive.stored([part])
+                (data,) = self._archive.read_parts([part])
                 return self._archive.rows_of(part, data, encrypted=encrypted[part.name])
 
             self._view = ArchivedView(needed_objects(moments, len(moments) - 1), rows_of, moments[-1])
@@ -96,20 +96,20 @@ class ArchivePlace(Place):
         return f"{self._url}#{self._instance}" if self._instance else self._url
 
     def exists(self) -> bool:
-        with _reading():
-            return bool(self._named().numbers())
+        with _translated_errors():
+            return bool(self._archive_of_instance().numbers())
 
     def instances(self) -> list[str] | None:
         if self._instance:
             return None
-        with _reading():
+        with _translated_errors():
             there = self._store()
             return [name for name in there.folders() if _is_name(name) and Archive(there.below(name)).numbers()]
 
     def open_reader(self, instance_name: str | None) -> ArchiveReader:
-        with _reading():
+        with _translated_errors():
             key_file = os.environ.get(KEY_FILE_VARIABLE)
-            archive = self._named(Cipher.from_file(Path(key_file)) if key_file else None)
+            archive = self._archive_of_instance(Cipher.from_file(Path(key_file)) if key_file else None)
             return ArchiveReader(archive, self.label, instance_name)
 
     def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> Backend:
@@ -127,7 +127,7 @@ class ArchivePlace(Place):
             " 'immortal archive' ships it, and 'immortal restore' brings it back"
         )
 
-    def _named(self, cipher: Cipher | None = None) -> Archive:
+    def _archive_of_instance(self, cipher: Cipher | None = None) -> Archive:
         """Open the archive of the URL's instance. Raises LogFormatError if the URL names none."""
         if not self._instance:
             raise LogFormatError(f"{self.label} may hold the archives of many instances: write {self.label}#NAME")
@@ -156,7 +156,7 @@ class FolderArchive(ArchivePlace):
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
+def _translated_errors() -> Iterator[None]:
     """Turn errors of stores and archives into errors of logs."""
     try:
         yield

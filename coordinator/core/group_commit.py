@@ -59,7 +59,7 @@ class GroupCommit:
         self._committing: deque[Group] = deque()
         self.with_record_time = False
         self.appends_max = 1
-        self.held = True  # until this process has the write lease
+        self.is_held = True  # until this process has the write lease
         self.durable_ticket = 0
         self.durable_sequence_id = -1
         self.from_app_bytes = 0  # waiting or in flight, from the app
@@ -83,7 +83,7 @@ class GroupCommit:
     def commits_next(self) -> bool:
         """True if a group is ready: :meth:`next_commit` would return it now."""
         waiting = self._waiting
-        if self.held:
+        if self.is_held:
             return False
         if len(waiting) > 1:  # a full one
             return len(self._committing) < COMMITS_ON_THEIR_WAY_MAX

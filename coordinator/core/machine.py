@@ -228,7 +228,7 @@ class Machine:
         self.state.checkpoints.chunks_pending_bytes -= event.size_bytes
 
     def _checkpoint_requested(self, event: ev.CheckpointRequested) -> None:
-        self.state.checkpoints.wanted = True
+        self.state.checkpoints.is_requested = True
 
     def _tail_read(self, event: ev.TailRead) -> None:
         for write in self.state.log_requests.resolve_writes(event):
@@ -273,15 +273,15 @@ class Machine:
         """Note a measurement of the log. A full log takes only input from the app, until a checkpoint makes room."""
         state, session, room = self.state, self._session, self.state.log_capacity
         if room.measured(event.space):
-            if room.full:
-                state.report(notices.LogFull(room.full))
+            if room.full_reason:
+                state.report(notices.LogFull(room.full_reason))
             else:
                 state.report(notices.LogHasRoom())
         last = state.checkpoints.last
         if session.phase is Phase.NORMAL and room.wants_checkpoint(
             session.fed_sequence_id, self._log.durable_sequence_id, last
         ):
-            state.checkpoints.wanted = True
+            state.checkpoints.is_requested = True
 
     @property
     def waits_for_app(self) -> bool:
@@ -317,7 +317,7 @@ class Machine:
         self.components.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
         self._peers.outbound.forget()
         state.checkpoints.abandon()
-        state.checkpoints.wanted = False
+        state.checkpoints.is_requested = False
         self.components.snapshot_sender.app_lost()
         self.components.snapshot_receiver.app_lost()
         self.components.lifecycle.app_lost()

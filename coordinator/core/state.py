@@ -241,10 +241,10 @@ class AppOutbox:
 
 
 class LogCapacity:
-    """Room in the log. ``full``: why the log refuses all input that it can refuse; "" while there is room."""
+    """Room in the log. ``full_reason``: why the log refuses all input that it can refuse; "" while there is room."""
 
     def __init__(self, name: str, limits: Limits) -> None:
-        self.full = ""
+        self.full_reason = ""
         self.space: LogSpace | None = None
         self._name = name
         self._limits = limits
@@ -252,15 +252,15 @@ class LogCapacity:
         self._request_count = 0  # number of requests at that record
 
     def measured(self, space: LogSpace) -> bool:
-        """Note a measurement; return True if :attr:`full` has changed. A full log has room at 90 % of its limit."""
+        """Note a measurement; return True if :attr:`full_reason` changed. A full log has room at 90 % of its limit."""
         self.space = space
-        limits, was_full = self._limits, bool(self.full)
+        limits, was_full = self._limits, bool(self.full_reason)
         used_max, free_min = limits.log_limit_bytes, limits.disk_free_bytes_min
         too_large = used_max is not None and space.used_bytes > (used_max * 9 // 10 if was_full else used_max)
         too_little = space.free_bytes < (free_min * 11 // 10 if was_full else free_min)
         if was_full == (too_large or too_little):
             return False
-        self.full = self._reason(space, too_large=too_large) if not was_full else ""
+        self.full_reason = self._reason(space, too_large=too_large) if not was_full else ""
         self._requested_at = -2
         return True
 
@@ -276,7 +276,7 @@ class LogCapacity:
     def wants_checkpoint(self, fed_sequence_id: int, durable_sequence_id: int, last: CheckpointHeader | None) -> bool:
         """Return True if a checkpoint now would free records: the app has handled at least a quarter of those after the
         last one. Call it once for each measurement."""
-        if not self.full or last is None:
+        if not self.full_reason or last is None:
             return False
         behind = durable_sequence_id - last.sequence_id
         if fed_sequence_id < durable_sequence_id and (fed_sequence_id - last.sequence_id) * 4 < behind:

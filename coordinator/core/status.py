@@ -97,7 +97,7 @@ class StatusView:
                 "used_bytes": space.used_bytes if space else None,
                 "limit_bytes": state.limits.log_limit_bytes,
                 "free_bytes": space.free_bytes if space else None,
-                "full": state.log_capacity.full or None,
+                "full": state.log_capacity.full_reason or None,
                 "pending_bytes": state.log.pending_bytes,  # on their way to the disk
             },
             **components.call_failures.describe(now_ns),

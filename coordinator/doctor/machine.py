@@ -253,7 +253,7 @@ def findings(folder: Path) -> Iterator[Finding]:
 
 def nearest_existing(folder: Path) -> Path:
     """Return ``folder``, or the first folder above it that exists."""
-    return next((one for one in (folder, *folder.parents) if one.is_dir()), Path("/"))
+    return next((one for one in (folder, *folder.parents) if os.path.isdir(one)), Path("/"))
 
 
 def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount | None:

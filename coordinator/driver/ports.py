@@ -133,10 +133,10 @@ class HostPort(Protocol):
 # Reading a log for its machine.
 
 
-def answer(store: LogStore, asked: ef.StoreRead) -> ev.Event:
-    """Return the answer of ``store`` to its writer's request ``asked``; LogFailed if it can't be read."""
+def answer(store: LogStore, request: ef.StoreRead) -> ev.Event:
+    """Return the answer of ``store`` to its writer's request ``request``; LogFailed if it can't be read."""
     try:
-        match asked:
+        match request:
             case ef.LoadLog(with_clients):
                 return ev.LogLoaded(store.summary(), store.clients() if with_clients else None)
             case ef.CheckCheckpoint(header):
@@ -151,12 +151,12 @@ def answer(store: LogStore, asked: ef.StoreRead) -> ev.Event:
             case ef.ReadLetters(keys):
                 return _letters(store, keys)
     except LogError as error:
-        return failed(error, asked)
+        return failed(error, request)
 
 
-def failed(error: LogError, asked: ef.Write | ef.Read | None) -> ev.LogFailed:
+def failed(error: LogError, request: ef.Write | ef.Read | None) -> ev.LogFailed:
     """Return the answer of a log that could not carry out a request."""
-    return ev.LogFailed(error, isinstance(error, LogUnavailableError), asked)
+    return ev.LogFailed(error, isinstance(error, LogUnavailableError), request)
 
 
 class Chunks(Protocol):

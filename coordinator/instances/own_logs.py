@@ -320,7 +320,7 @@ class InstanceLog:
             if store.macs is not None:
                 marker = store.macs.marker
                 log.info("the log is authenticated", key=marker.key_id, from_record=marker.first_sequence_id or None)
-            if (opened := self._place.make_private()) is not None:
+            if (opened := self._place.restrict_access()) is not None:
                 log.warning(opened)
             for line in store.repairs:
                 log.warning(line)

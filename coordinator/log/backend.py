@@ -377,7 +377,7 @@ class Place(Protocol):
         """
         raise LogError(f"{self.label} has no roles: a log or registry in PostgreSQL was expected")
 
-    def make_private(self) -> str | None:
+    def restrict_access(self) -> str | None:
         """Remove other users' access; return a message if they had any."""
         return None
 
@@ -456,8 +456,8 @@ class Options(Struct, frozen=True):
     checkpoints_to: str = ""
 
 
-def only_in_folders(label: str, what: str) -> LogError:
-    return LogError(f"the log {label} can't be {what}: only a log in a folder (lmdb:) can")
+def only_in_folders(label: str, action: str) -> LogError:
+    return LogError(f"the log {label} can't be {action}: only a log in a folder (lmdb:) can")
 
 
 # Rows in groups: appends, objects and transactions have a limited size.

@@ -172,8 +172,8 @@ class DataKeys:
         key = self._operators_keys[0]
         number = self._number_max = max(self._number_max, *stored, 0) + 1
         secret = secrets.token_bytes(_KEY_SIZE_BYTES)
-        rows = [self._wrapped(number, secret, key)]
-        rows += [self._wrapped(each, self._secrets[each], key) for each, one in stored.items() if one.key_id != key.id]
+        rows = [self._wrap_key(number, secret, key)]
+        rows += [self._wrap_key(each, self._secrets[each], key) for each, one in stored.items() if one.key_id != key.id]
         return Encryptor(number, secret, rows)
 
     def decrypt(self, view: View, table: str, key: bytes, value: Readable) -> Readable:
@@ -209,7 +209,7 @@ class DataKeys:
         ids = " and ".join(sorted({one.key_id for one in stored}))
         return f"the log of {self._identity.instance_name!r} is encrypted{ids and ' with the key '}{ids}"
 
-    def _wrapped(self, number: int, secret: bytes, key: LogKey) -> Row:
+    def _wrap_key(self, number: int, secret: bytes, key: LogKey) -> Row:
         nonce = secrets.token_bytes(_NONCE_SIZE_BYTES)
         wrapped = AESGCM(key.secret).encrypt(nonce, secret, self._associated_data(number))
         return meta_row(b"%s%08x" % (META_DATA_KEY, number), WrappedKey(key.id, nonce, wrapped))
@@ -304,10 +304,10 @@ class DecryptedView(View):
         return None if value is None else self._keys.decrypt(self._stored, table, key, value)
 
     def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]:
-        return self._decrypted(table, self._stored.scan(table, first))
+        return self._decrypt_rows(table, self._stored.scan(table, first))
 
     def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
-        return self._decrypted(table, self._stored.scan_back(table, last))
+        return self._decrypt_rows(table, self._stored.scan_back(table, last))
 
     def sizes(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, int]]:
         return self._stored.sizes(table, first)
@@ -315,7 +315,9 @@ class DecryptedView(View):
     def size(self, table: str) -> TableSize:
         return self._stored.size(table)
 
-    def _decrypted(self, table: str, rows: Iterator[tuple[Readable, Readable]]) -> Iterator[tuple[Readable, Readable]]:
+    def _decrypt_rows(
+        self, table: str, rows: Iterator[tuple[Readable, Readable]]
+    ) -> Iterator[tuple[Readable, Readable]]:
         return ((key, self._keys.decrypt(self._stored, table, bytes(key), value)) for key, value in rows)
 
 
@@ -361,20 +363,20 @@ class EncryptedBackend:
     def append(self, append: Append) -> None:
         with self._lock:
             encryptor = self._encryptor
-            self._backend.append(_encrypted(append, encryptor))
+            self._backend.append(_encrypt_append(append, encryptor))
             encryptor.rows = []
 
     def begin_append(self, append: Append) -> bool:
         encryptor = self._encryptor
         # The data key's row must be known to be there before others need it.
-        return not encryptor.rows and self._backend.begin_append(_encrypted(append, encryptor))
+        return not encryptor.rows and self._backend.begin_append(_encrypt_append(append, encryptor))
 
 
 def encrypted_backend(backend: ReadBackend, source: str, *, writes: bool) -> Backend:
     return cast(Backend, EncryptedBackend(backend, source, writes=writes))
 
 
-def _encrypted(append: Append, encryptor: Encryptor) -> Append:
+def _encrypt_append(append: Append, encryptor: Encryptor) -> Append:
     encrypt, puts = encryptor.encrypt, append.puts
     return replace(
         append,

@@ -61,15 +61,15 @@ def load_verdicts(view: View, first_sequence_id: int = 0) -> list[Verdict]:
 
     Raises DamagedLogError if any is damaged.
     """
-    return _unsealed(view.scan("verdicts", log_format.record_key(first_sequence_id)))
+    return _unseal_verdicts(view.scan("verdicts", log_format.record_key(first_sequence_id)))
 
 
 def load_last_verdicts(view: View, count_max: int) -> list[Verdict]:
     """Return the last verdicts, newest first. Raises DamagedLogError if any is damaged."""
-    return _unsealed(islice(view.scan_back("verdicts"), count_max))
+    return _unseal_verdicts(islice(view.scan_back("verdicts"), count_max))
 
 
-def _unsealed(rows: Iterable[tuple[Readable, Readable]]) -> list[Verdict]:
+def _unseal_verdicts(rows: Iterable[tuple[Readable, Readable]]) -> list[Verdict]:
     return [log_format.unseal(b"verdicts", bytes(key), bytes(value), _VERDICT) for key, value in rows]
 
 

@@ -12,7 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct, field
 
-from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
+from immortal.coordinator.core.errors import (
+    DamagedCheckpointError,
+    DamagedLogError,
+    LogError,
+    LogLockedError,
+    LogUnavailableError,
+)
 from immortal.coordinator.core.interfaces import IMPULSES, ClientPosition
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import verdicts, view_queries
@@ -140,7 +146,8 @@ class LogVerification(Struct):
     def findings(self) -> Iterator[Finding]:
         """Yield each finding when it is found.
 
-        Raises LogLockedError if the log is open in this process, LogKeyError without the key that encrypts it.
+        Raises LogLockedError if the log is open in this process, LogKeyError without the key that encrypts it,
+        LogUnavailableError if this user may not read it.
         """
         for finding in self._walk():
             self.damaged += finding.severity is Severity.DAMAGE
@@ -165,7 +172,7 @@ class LogVerification(Struct):
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "meta", f"{error}; the log cannot be opened")
             return
-        except (LogLockedError, LogKeyError):
+        except (LogLockedError, LogKeyError, LogUnavailableError):
             raise
         except LogError as error:
             yield Finding(Severity.FATAL, "file", str(error))
@@ -450,8 +457,8 @@ def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | 
     return Backup(first, last, copied, checkpoints_count)
 
 
-def _check_sound(verification: LogVerification, what: str) -> None:
+def _check_sound(verification: LogVerification, subject: str) -> None:
     wrong = [str(finding.message) for finding in verification.findings() if finding.severity is not Severity.NOTE]
     if wrong:
         others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise BackupError(f"{what} is damaged: {wrong[0]}{others}")
+        raise BackupError(f"{subject} is damaged: {wrong[0]}{others}")

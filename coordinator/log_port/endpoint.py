@@ -64,7 +64,7 @@ class LogEndpoint:
         self.store = store  # None while another process writes the log
         self._make_writer, self._clock, self._log, self._inbox = make_writer, clock, log, inbox
         self._keep_ns = keep_ns
-        self._follower, self._was_granted = follower, on_granted
+        self._follower, self._on_granted = follower, on_granted
         self._writer: LogWriter | None = None
         self._reads = ReadThread()
         self._ready = select.epoll()
@@ -87,7 +87,7 @@ class LogEndpoint:
 
     def _grant(self, store: RowLogStore) -> ev.WriteLeaseGranted:
         self.store = store
-        self._was_granted(store)
+        self._on_granted(store)
         self._writer = self._make_writer(store)
         self._ready.register(self._writer.fileno(), select.EPOLLIN)
         return ev.WriteLeaseGranted(ONLY_TERM, store.appends_max)
@@ -263,12 +263,12 @@ class LogEndpoint:
         inbox = self._inbox
         if self._writer is not None:
             inbox += self._writer.pop_finished()
-        for event in self._reads.take():
+        for event in self._reads.pop_all():
             if isinstance(event, ev.LogMeasured) or (isinstance(event, ev.LogFailed) and event.request is None):
                 self._measuring = False
             self._append_event(event)
         if self._follower is not None and self._writer is None:
-            inbox += self._follower.take()
+            inbox += self._follower.pop_all()
             if (store := self._follower.release_store()) is not None:
                 self._ready.unregister(self._follower.fileno())
                 inbox.append(self._grant(store))

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Results of a thread for the loop. ``fileno()`` is readable if :meth:`take` has something."""
+    """Results of a thread for the loop. ``fileno()`` is readable if :meth:`pop_all` has something."""
 
     def __init__(self) -> None:
         self._results: deque[T] = deque()
@@ -47,13 +47,13 @@ class Mailbox(Generic[T]):
     def fileno(self) -> int:
         return self._wake
 
-    def put(self, done: Iterable[T]) -> None:
+    def put(self, results: Iterable[T]) -> None:
         """Add results and wake the loop, even without results. Called by the thread."""
-        self._results.extend(done)
+        self._results.extend(results)
         os.eventfd_write(self._wake, 1)
 
-    def take(self) -> list[T]:
-        """Take the results added since the last call, in order. Called by the loop."""
+    def pop_all(self) -> list[T]:
+        """Remove and return the results added since the last call, in order. Called by the loop."""
         try:
             os.eventfd_read(self._wake)
         except BlockingIOError:
@@ -154,7 +154,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         super().__init__()
         self._store = store
         self._times = times
-        self._was_committed = on_committed
+        self._on_committed = on_committed
         self._keep_checkpoints, self._keep_bytes = keep_checkpoints, keep_bytes
         self._keep_since_ns: int | None = None
         self._pipelines = store.appends_max > 1 and not armed  # fault points need one commit at a time
@@ -226,7 +226,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
     def pop_finished(self) -> list[Event]:
         """Take the events of finished jobs."""
         events = []
-        for jobs_count, came in self.take():
+        for jobs_count, came in self.pop_all():
             self._on_thread -= jobs_count
             events += came
         if self._in_flight:
@@ -323,8 +323,8 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # number of jobs done, and t
         self.commit_s += (took_s - self.commit_s) * COMMIT_MEAN_WEIGHT
         if self._times is not None:
             self._times.emit(CommitTimed(took_s))
-        if self._was_committed is not None:
-            self._was_committed(ticket)
+        if self._on_committed is not None:
+            self._on_committed(ticket)
 
     def _answer_to(self, job: _Write, error: Exception) -> Event:
         """Return the event for a failed write."""

@@ -86,7 +86,7 @@ class Poller:
                 self.ready[self._sources[descriptor]] = None
             if self.replies_due_ns is not None and self.replies_due_ns <= now_ns:
                 self._listen_to_replies()
-            self._take_unread()
+            self._mark_unread_ready()
         return monitored
 
     # --- replies to a patient owner ---------------------------------------------------------------------------------
@@ -105,13 +105,13 @@ class Poller:
         """Let replies wake the owner again, and mark links with unread replies as ready."""
         if self.replies_due_ns is not None:
             self._listen_to_replies()
-        self._take_unread()
+        self._mark_unread_ready()
 
     def _listen_to_replies(self) -> None:
         self.replies_due_ns = None
         self._epoll.modify(self.link_epoll.fileno(), select.EPOLLIN)
 
-    def _take_unread(self) -> None:
+    def _mark_unread_ready(self) -> None:
         for link in self.unread:
             self.ready[link] = None
         self.unread.clear()

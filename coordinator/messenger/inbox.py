@@ -93,7 +93,7 @@ class ReceiveWindow(Struct, eq=False):
         distance = message_id - self.lowest_pending_id
         return distance >= 0 and bool(self.missing >> distance & 1)
 
-    def lose(self, message_id: int) -> None:
+    def mark_missing(self, message_id: int) -> None:
         """Mark an ID that was seen, and is not below the lowest pending one, as missing."""
         self.missing |= 1 << (message_id - self.lowest_pending_id)
 
@@ -174,7 +174,7 @@ class LinkState(Struct, eq=False):
         seen."""
         size_bytes = sum(map(len, parts)) + limits.PART_OVERHEAD_BYTES * len(parts) + limits.REPLY_OVERHEAD_BYTES
         if self.stored.size_bytes + size_bytes > limits.PEER_REPLIES_SIZE_BYTES_MAX:
-            self.window.lose(message_id)
+            self.window.mark_missing(message_id)
             return False
         self.early[message_id] = message, size_bytes
         self._count_early(size_bytes)

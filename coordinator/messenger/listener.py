@@ -225,9 +225,9 @@ class Listener:
             )
             self._handshakes.endpoint = self.endpoint
 
-    def _warn_unfinished(self, what: str) -> None:
+    def _warn_unfinished(self, problem: str) -> None:
         self._stranger_warnings.warn(
-            f"at {self.endpoint}: {what} (if that is an honest call, give this instance the rpc_limit_mb "
+            f"at {self.endpoint}: {problem} (if that is an honest call, give this instance the rpc_limit_mb "
             f"of its sender; if not, remove the sender's key)",
             "ended",
         )
@@ -279,7 +279,7 @@ class Listener:
     def _receive(self, watch: UnfinishedMessages | None) -> bool:
         for _ in range(limits.RECEIVED_PER_TURN_MAX):
             while self._in_order and not self.closed:
-                self._give(self._in_order.popleft())
+                self._dispatch(self._in_order.popleft())
             if self.closed:
                 return True
             received = None
@@ -303,7 +303,7 @@ class Listener:
                     received = self._accept(parts, peer, key)
                 del identified
             if received is not None:
-                self._give(received)
+                self._dispatch(received)
             del parts, received  # the next one can use its memory
             if not self._in_order and not self.has_unread():  # cheaper than a receive that finds nothing
                 return True
@@ -383,7 +383,7 @@ class Listener:
             self._in_order += link.pop_early()
         return None
 
-    def _give(self, received: Received) -> None:
+    def _dispatch(self, received: Received) -> None:
         """Run the callback that a message addresses, then the server loop."""
         if not received.for_callback or self._run_callback(received._link, received._envelope, received):
             self._counters.received += 1

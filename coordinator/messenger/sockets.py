@@ -75,10 +75,10 @@ class Warnings:
         self._clock_ns = clock_ns
         self._limit = RateLimit(burst=1, interval_ns=limits.WARNING_INTERVAL_NS)
 
-    def warn(self, what: str, outcome: str = "dropped") -> None:
+    def warn(self, problem: str, outcome: str = "dropped") -> None:
         left_out = self._limit.admit(None, self._clock_ns())
         if left_out is not None:
-            logger.warning("%s; %s (%d more since the last warning)", what, outcome, left_out)
+            logger.warning("%s; %s (%d more since the last warning)", problem, outcome, left_out)
 
 
 class Shared:

@@ -268,7 +268,7 @@ EXECUTION_WAIT = (
 )
 HANDLER = "immortal_handler_seconds", "What a handler takes for a message, until it returns or waits; sampled"
 
-Ask = Callable[[str, object, float], Mapping[str, Any]]
+Query = Callable[[str, object, float], Mapping[str, Any]]
 """Callback that asks the coordinator, with (verb, argument, timeout in seconds); raises ImmortalError."""
 
 
@@ -280,19 +280,19 @@ class ExecutionWait:
     executed. The question is the one for handler times, whose answer has the times of some messages
     (:mod:`immortal.appsdk.dispatch.events`).
 
-    ``ask``: asks the coordinator. ``wait(seconds)``: sleeps, and returns True when sampling must end.
+    ``query``: asks the coordinator. ``wait(seconds)``: sleeps, and returns True when sampling must end.
     """
 
     def __init__(
         self,
         name: str,
         registry: CollectorRegistry,
-        ask: Ask,
+        query: Query,
         wait: Callable[[float], bool] | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
-        self._ask = ask
+        self._query = query
         self._wait = wait or threading.Event().wait
         self._clock_s = clock_s
         buckets = [65.536 / 2**power for power in reversed(range(18))]  # from 0.5 ms
@@ -330,7 +330,7 @@ class ExecutionWait:
                     return pause_s
                 status = self._status()
             asked_s = self._clock_s()
-            answer = self._ask("handlers", {"task": TIMES_TASK}, WAIT_S_MAX)
+            answer = self._query("handlers", {"task": TIMES_TASK}, WAIT_S_MAX)
         except ImmortalError:  # the app has ended or recovers; or it has not answered in time
             if self._clock_s() - asked_s < WAIT_S_MAX:
                 return pause_s
@@ -350,4 +350,4 @@ class ExecutionWait:
         return name
 
     def _status(self) -> Mapping[str, Any]:
-        return self._ask("status", None, WAIT_S_MAX)
+        return self._query("status", None, WAIT_S_MAX)

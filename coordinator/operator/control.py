@@ -87,7 +87,7 @@ def socket_path(folder: Path) -> Path:
     return socket_addresses.socket_path(folder, SOCKET_FILE_NAME)
 
 
-def with_size(data: bytes) -> bytes:
+def prefix_size(data: bytes) -> bytes:
     return len(data).to_bytes(SIZE_SIZE_BYTES, "little") + data
 
 
@@ -173,7 +173,7 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
     no_answer = f"the coordinator of {name!r} (process {found.pid}) gives no answer at {found.control}"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            data = _exchange(client, found.control, with_size(question), time.monotonic() + timeout_s)
+            data = _exchange(client, found.control, prefix_size(question), time.monotonic() + timeout_s)
     except TimeoutError:
         raise ControlError(f"{no_answer} within {timeout_s:g} s") from None
     except PermissionError:
@@ -206,14 +206,14 @@ def _has_ended(folder: Path, found: ControlFile) -> bool:
 def _exchange(client: socket.socket, place: str, question: bytes, deadline_s: float) -> bytes:
     """Send a question; return the answer without its size. Raises OSError (TimeoutError among them), EOFError."""
 
-    def in_time() -> None:
+    def limit_wait() -> None:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         client.settimeout(left_s)
 
     while True:
-        in_time()
+        limit_wait()
         try:
             client.connect(place)
             break
@@ -223,7 +223,7 @@ def _exchange(client: socket.socket, place: str, question: bytes, deadline_s: fl
     answer = bytearray()
     size_bytes: int | None = None
     while size_bytes is None or len(answer) < size_bytes:
-        in_time()
+        limit_wait()
         data = client.recv(_READ_SIZE_BYTES)
         if not data:
             raise EOFError(f"it closed the connection after {len(answer)} bytes")

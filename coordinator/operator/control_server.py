@@ -31,8 +31,8 @@ from immortal.coordinator.operator.control import (
     SOCKET_FILE_NAME,
     ControlError,
     Question,
+    prefix_size,
     socket_path,
-    with_size,
 )
 from immortal.protocol import decoding
 from immortal.protocol.files import make_folder
@@ -209,7 +209,7 @@ class ControlServer:
         self._queue_answer(connection, json.dumps({"denied": reason}).encode())
 
     def _queue_answer(self, connection: _Connection, data: bytes) -> None:
-        connection.unsent = memoryview(with_size(data))
+        connection.unsent = memoryview(prefix_size(data))
         self._epoll.modify(connection.socket.fileno(), select.EPOLLOUT)
         self._send(connection)
 

@@ -135,9 +135,11 @@ VERBS = tuple(verb for verb in _DECODERS if verb != "hand-over")
 """Verbs whose requests become events of the core."""
 
 
-def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
-    """Return the core's event for a verb. ``kept``: the keys of all dead letters. Raises VerbError, LogError."""
-    given = _decoded(verb, argument)
+def event_of(
+    verb: str, argument: bytes | str, token: object, store: LogStore, letter_keys: Iterable[MessageKey]
+) -> ev.Event:
+    """Return the core's event for a verb. ``letter_keys``: of all dead letters. Raises VerbError, LogError."""
+    given = _decode(verb, argument)
     match given:
         case _Skip():
             message = _message(store, given.sequence_id, given.message_index)
@@ -166,11 +168,11 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
             return ev.HandlerOrdered(Order("expel", 0, given.member, given.who, value), token)
     if verb == "letters-drop":
         return ev.LettersDropped(None if given.all else given.keys, given.who, token)
-    keys = kept if given.all else given.keys
+    keys = letter_keys if given.all else given.keys
     return ev.LettersRetried({key: store.letter(key) for key in keys}, given.who, token)
 
 
-def _decoded(verb: str, argument: bytes | str) -> Any:
+def _decode(verb: str, argument: bytes | str) -> Any:
     try:
         return _DECODERS[verb].decode(argument)
     except decoding.DecodeError as error:
@@ -278,7 +280,7 @@ class OperatorEndpoint:
 
     def _hand_over(self, request: ControlRequest) -> None:
         try:
-            successor = choose_successor(self._log.standbys, _decoded(request.verb, request.argument).to)
+            successor = choose_successor(self._log.standbys, _decode(request.verb, request.argument).to)
         except (VerbError, HandOverError) as error:
             request.answer({"refused": str(error)})
             return

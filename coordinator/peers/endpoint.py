@@ -94,9 +94,9 @@ class PeerEndpoint:
         self._post_permissions()  # ahead of all frames
         self._messenger.listen(
             self._own_endpoint,
-            self._frame_received,
+            self._handle_frame,
             ordered=True,
-            client_loop=self._client_frame_received,
+            client_loop=self._handle_client_frame,
             parts_max=FRAME_PARTS_MAX,
             most_bytes=lambda: self.security.call_size_mib_max() << 20,
         )
@@ -144,7 +144,7 @@ class PeerEndpoint:
         endpoint = self._routes.endpoint(effect.destination)
         if endpoint is not None and not self._is_blocked(effect.destination, endpoint):
             reach(FaultPoint.BEFORE_SEND)
-            reply = functools.partial(self._replied, effect, attempt)
+            reply = functools.partial(self._handle_reply, effect, attempt)
             self._messenger.send_message(endpoint, encode_frame(effect.frame), reply)
 
     def reset(self, effect: ef.ResetPeer) -> None:
@@ -234,7 +234,7 @@ class PeerEndpoint:
 
     # --- incoming frames ---------------------------------------------------------------------------------------------
 
-    def _replied(self, effect: ef.SendToPeer, attempt: int, parts: list[bytes]) -> None:
+    def _handle_reply(self, effect: ef.SendToPeer, attempt: int, parts: list[bytes]) -> None:
         # No parts: acknowledged, but the answer is no longer kept. The frame is sent again, also after an answer that
         # was damaged in transit, or that only a later build knows.
         frame = self._decode(effect.destination, parts) if parts else None
@@ -256,7 +256,7 @@ class PeerEndpoint:
             self._log.warning("a frame was dropped", kind="frame", origin=origin, reason=str(error))
             return None
 
-    def _frame_received(self, received: Received) -> None:
+    def _handle_frame(self, received: Received) -> None:
         reach(FaultPoint.FRAME_RECEIVED)
         frame = self._decode(f"{received.sender:016x}", received.parts)
         if frame is None:
@@ -278,7 +278,7 @@ class PeerEndpoint:
                 self._messenger.reconnect(endpoint)  # it has just been started
             self._post(ev.PeerFrameReceived(received, frame))
 
-    def _client_frame_received(self, route: ClientRoute, data: bytes) -> None:
+    def _handle_client_frame(self, route: ClientRoute, data: bytes) -> None:
         try:
             frame = decode_client_frame(data)
         except RemoteProtocolError as error:

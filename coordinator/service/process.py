@@ -78,7 +78,7 @@ STARTS_PER_PROCESSOR = 2
 START_TURN_S = 60.0
 
 
-def start_turn(home: Path) -> Callable[[], None]:
+def acquire_start_slot(home: Path) -> Callable[[], None]:
     """Wait for a turn to start if many others of the registry ``home`` start; return a function that ends the turn.
 
     A start takes about a second of a processor: of hundreds at once each would take minutes, and its app would give its

@@ -111,7 +111,7 @@ class Coordinator:
         self._registry = registry
         self._line_sink = RateLimitedSink(lines)
         self._metrics = None if settings.metrics is None else Metrics(settings)
-        sinks: list[Sink] = [self._line_sink, ReadinessSink(self._is_ready)]
+        sinks: list[Sink] = [self._line_sink, ReadinessSink(self._on_ready)]
         if self._metrics is not None:
             sinks.insert(0, self._metrics.sink)  # a notice is counted before its line is written
         self._log = log = Notices(settings.name, *sinks)
@@ -331,7 +331,7 @@ class Coordinator:
             self._stop_deadline_ns,
             self._clock.wake_due_ns,
             self._clock_due_ns,
-            self._log_endpoint.measure_at_ns if self._machine.state.log_capacity.full else None,
+            self._log_endpoint.measure_at_ns if self._machine.state.log_capacity.full_reason else None,
         )
         return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
 
@@ -346,7 +346,7 @@ class Coordinator:
     def report(self, effect: ef.Report) -> None:
         self._log.emit(effect.notice)
 
-    def _is_ready(self) -> None:
+    def _on_ready(self) -> None:
         if not self._was_ready:
             trim_heap()
         self._was_ready = True

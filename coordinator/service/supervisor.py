@@ -188,13 +188,13 @@ class Supervisor:
                 return 0 if outcome is Outcome.STOPPED else 1
             pause_s = pause.next_pause_s(life_s, recovered=self._was_ready)
             self._log.info("restarting", pause_s=pause_s)
-            self._wait_for(lambda: self._is_asked, pause_s)
+            self._wait_for(lambda: self._is_interrupted, pause_s)
             if self._stop_requests.count:
                 self._log.info("both stopped")
                 return 0
 
     @property
-    def _is_asked(self) -> bool:
+    def _is_interrupted(self) -> bool:
         return self._restart_asked or self._stop_requests.count > 0
 
     def _restart_apps(self) -> None:
@@ -202,7 +202,7 @@ class Supervisor:
         pause = RestartBackoff(APP_DEATHS_AT_ONCE)
         while True:
             started_s = time.monotonic()
-            self._wait_for(lambda: bool(self._exits or self._is_asked))
+            self._wait_for(lambda: bool(self._exits or self._is_interrupted))
             dead = self._restartable_app_exit()
             if dead is None:
                 return
@@ -215,7 +215,7 @@ class Supervisor:
                     pause = RestartBackoff(APP_DEATHS_AT_ONCE)
                 pause_s = pause.next_pause_s(time.monotonic() - started_s, recovered=False)
                 self._log.info("restarting", pause_s=pause_s)
-            interrupted = self._wait_for(lambda: self._is_asked or Role.COORDINATOR in self._exits, pause_s)
+            interrupted = self._wait_for(lambda: self._is_interrupted or Role.COORDINATOR in self._exits, pause_s)
             if Role.COORDINATOR in self._exits:
                 return
             del self._exits[Role.APP]
@@ -233,7 +233,7 @@ class Supervisor:
             return None
         if dead.returncode in (0, 1):  # its coordinator may be ending, too: its exit status decides
             self._wait_for(lambda: Role.COORDINATOR in self._exits, LEAVE_S)
-        return None if Role.COORDINATOR in self._exits or self._is_asked else dead
+        return None if Role.COORDINATOR in self._exits or self._is_interrupted else dead
 
     def _start(self) -> None:
         self._exits.clear()

@@ -71,33 +71,33 @@ class CallComparison:
                 was = output.message
                 self._add(service, Difference(service.name, "missing", destination, place, was, None, cause, time_ns))
 
-    def _add(self, service: Service, one: Difference) -> int:
+    def _add(self, service: Service, difference: Difference) -> int:
         """Add a difference, or complete an earlier one with it; return the number of that."""
         keys: list[object] = []
-        if one.old is None or one.new is None:
-            keys += filter(None, ((one.destination, one.message), self._execution(service, one)))
-        if (paired := self._pair(service, one, keys)) is not None:
+        if difference.old is None or difference.new is None:
+            keys += filter(None, ((difference.destination, difference.message), self._execution(service, difference)))
+        if (paired := self._pair(service, difference, keys)) is not None:
             return paired
-        if one.new is not None:
-            one.began = self._began(service, one.new, is_new=True)
-        if one.began is None and one.old is not None:
-            one.began = self._began(service, one.old, is_new=False)
-        self._differences.append(one)
-        number = self._by_place[service.name, one.destination, one.place] = len(self._differences) - 1
+        if difference.new is not None:
+            difference.began = self._start_place(service, difference.new, is_new=True)
+        if difference.began is None and difference.old is not None:
+            difference.began = self._start_place(service, difference.old, is_new=False)
+        self._differences.append(difference)
+        number = self._by_place[service.name, difference.destination, difference.place] = len(self._differences) - 1
         for key in keys:  # it can have a counterpart elsewhere
             service.unmatched.setdefault(key, []).append(number)
-        self._note_changed_call(service, one)
+        self._note_changed_call(service, difference)
         return number
 
-    def _pair(self, service: Service, one: Difference, keys: Sequence[object]) -> int | None:
+    def _pair(self, service: Service, difference: Difference, keys: Sequence[object]) -> int | None:
         """Pair an added call with a missing one; return the number of that difference. The call has moved if the
         messages are equal; it is changed if the same execution sent it, or the answers are for the same call."""
-        wanted = "missing" if one.old is None else "added"
+        wanted = "missing" if difference.old is None else "added"
         for key in keys:
             for index, number in enumerate(waiting := service.unmatched.get(key, [])):
                 other = self._differences[number]
                 if other.kind == wanted:
-                    other.old, other.new = one.old or other.old, one.new or other.new
+                    other.old, other.new = difference.old or other.old, difference.new or other.new
                     other.kind = "moved" if other.old == other.new else "changed"
                     self._note_changed_call(service, other)
                     del waiting[index]
@@ -118,9 +118,9 @@ class CallComparison:
         same = list(map(bytes, was_rest)) == list(map(bytes, rest))
         return same and once is not None and once == decoding.decode(was_number, type=int)
 
-    def _execution(self, service: Service, one: Difference) -> object | None:
+    def _execution(self, service: Service, difference: Difference) -> object | None:
         """Return the key of a call by the execution that makes it, or of an answer by its call; None if it has none."""
-        destination, rpc = one.destination, rpc_of(one.message)
+        destination, rpc = difference.destination, rpc_of(difference.message)
         if rpc.kind != RpcKind.CALL:
             front = decoding.decode(rpc.arguments, type=list[msgspec.Raw])[:2]
             if destination == CLIENTS:
@@ -129,7 +129,7 @@ class CallComparison:
             return destination, rpc.method_id, self._once.get((service.receiver(destination), answered), answered)
         if (number := number_of_awaited(service.name, rpc)) is None:
             return None
-        if one.old is None:
+        if difference.old is None:
             call = service.player.tasks.calls.get(number)
             task = None if call is None else call.task.number
         else:
@@ -137,19 +137,19 @@ class CallComparison:
         return None if task is None else (destination, rpc.method_id, "of", task)
 
     @staticmethod
-    def _began(service: Service, message: bytes, *, is_new: bool) -> Place | None:
+    def _start_place(service: Service, message: bytes, *, is_new: bool) -> Place | None:
         """Return what began the execution that makes an awaited call; None if it is none, or began before the run."""
         if (number := number_of_awaited(service.name, rpc_of(message))) is None:
             return None
         if not is_new:
-            return service.recorded.draws.began(service.recorded.draws.task_of(number))
+            return service.recorded.draws.start_of_task(service.recorded.draws.task_of(number))
         return service.player.start_of_call(number)
 
-    def _note_changed_call(self, service: Service, one: Difference) -> None:
+    def _note_changed_call(self, service: Service, difference: Difference) -> None:
         """Note a changed call's old number: answers have it."""
-        if one.kind != "changed" or one.old is None or one.new is None:
+        if difference.kind != "changed" or difference.old is None or difference.new is None:
             return
-        then, now = (number_of_awaited(service.name, rpc_of(call)) for call in (one.old, one.new))
+        then, now = (number_of_awaited(service.name, rpc_of(call)) for call in (difference.old, difference.new))
         if then is not None and now is not None:
             self._once[service.name, now] = then
 

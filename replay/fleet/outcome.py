@@ -357,10 +357,10 @@ def _outcome(
         if _is_client(one, simulation) and one.kind != "moved":
             setattr(clients, one.kind, getattr(clients, one.kind) + 1)
             if len(clients.examples) < SHOWN_MAX:
-                clients.examples.append(words.of(number))
+                clients.examples.append(words.text_of(number))
     for service in simulation.services.values():
         state = states[service.name]
-        because = "its input is the same" if service.why is None else words.of(service.why)
+        because = "its input is the same" if service.why is None else words.text_of(service.why)
         found = [] if state is None else list(islice(differences(*state), None if details else SHOWN_MAX + 1))
         services.append(
             ServiceOutcome(
@@ -474,13 +474,13 @@ class _Words:
         one = self._simulation.services[service]
         return {**one.recorded.methods, **one.player.methods}
 
-    def kind_of(self, one: Difference) -> tuple[str, str]:
-        return self.kind(one.service, one.destination, one.message)
+    def kind_of(self, difference: Difference) -> tuple[str, str]:
+        return self.kind(difference.service, difference.destination, difference.message)
 
     def kind(self, service: str, destination: str, message: bytes) -> tuple[str, str]:
         return kind_of_call(service, destination, message, self._methods(service))
 
-    def of(self, number: int) -> str:
+    def text_of(self, number: int) -> str:
         """Describe a difference: the message that caused it, the call then and now."""
         one = self._simulation.differences[number]
         record, message = _place(one.place)
@@ -493,17 +493,20 @@ class _Words:
         place, sides = _place(one.place), self._sides(one)
         return CallDifference(number, one.service, one.kind, *self.kind_of(one), *place, one.time_ns, *sides, one.cause)
 
-    def _sides(self, one: Difference) -> tuple[str | None, str | None]:
+    def _sides(self, difference: Difference) -> tuple[str | None, str | None]:
         """Return the call in the record and the call under the change."""
-        methods = self._methods(one.service)
-        old, new = (None if call is None else call_text(call, one.destination, methods) for call in (one.old, one.new))
+        methods = self._methods(difference.service)
+        old, new = (
+            None if call is None else call_text(call, difference.destination, methods)
+            for call in (difference.old, difference.new)
+        )
         return old, new
 
-    def _input(self, one: Difference) -> str:
+    def _input(self, difference: Difference) -> str:
         """Describe the message that caused it, and the message that began its execution if that is another one."""
-        service = self._simulation.services[one.service]
-        made = self._message(service, one.place)
-        began = None if one.began in (None, one.place) else self._message(service, one.began)
+        service = self._simulation.services[difference.service]
+        made = self._message(service, difference.place)
+        began = None if difference.began in (None, difference.place) else self._message(service, difference.began)
         return "".join((f": {made}" if made else "", f", in {began}" if began else ""))
 
     def _message(self, service: Service, place: Place | None) -> str | None:
@@ -519,7 +522,7 @@ class _Words:
     def first(self, service: Service) -> First | None:
         for number, one in enumerate(self._simulation.differences):
             if one.service == service.name:
-                return First(*_place(one.place), time_text(one.time_ns), self.of(number))
+                return First(*_place(one.place), time_text(one.time_ns), self.text_of(number))
         return None
 
 
@@ -533,7 +536,7 @@ def _tree(simulation: Simulation, words: _Words) -> list[Consequence]:
         path = (*above[: DEPTH_MAX - 1], key) if above[-1:] != (key,) else above
         paths.append(path)
         if path not in nodes:
-            nodes[path] = Consequence(*key, 0, words.of(number), [])
+            nodes[path] = Consequence(*key, 0, words.text_of(number), [])
             (nodes[path[:-1]].then if path[:-1] else roots).append(nodes[path])
         nodes[path].count += 1
     return roots

@@ -196,14 +196,14 @@ class Draws:
         at = self._find(number)
         return None if at is None else self._tasks[at] or None
 
-    def began(self, task: int | None) -> Place | None:
+    def start_of_task(self, task: int | None) -> Place | None:
         """Return the place of the message that began an execution; None if it began before the run."""
         at = None if task is None else self._find(task)
         if at is None or self._tasks[at]:
             return None
         return self._records[bisect_right(self._firsts, at) - 1], self._details[at]
 
-    def of(self, sequence_id: int, index: int) -> Iterator[RandomDraw]:
+    def draws_of(self, sequence_id: int, index: int) -> Iterator[RandomDraw]:
         """Yield all numbers of the execution that the message began, its own first."""
         at = self.starts(sequence_id).get(index, -1)
         while at >= 0:

@@ -82,23 +82,23 @@ def seed_lines(seeds: Seeds) -> Iterator[str]:
         yield from (f"  in {one.count}, the first with seed {one.seed}: {one.example}" for one in seeds.ends[1:])
 
 
-def _service_lines(one: ServiceOutcome) -> Iterator[str]:
-    yield f"{one.name}: {one.because}" if not one.is_changed else f"{one.name}:"
-    if one.first is not None:
-        yield f"  first: {one.first.time} {one.first.words}"
-    if one.calls:
+def _service_lines(service: ServiceOutcome) -> Iterator[str]:
+    yield f"{service.name}: {service.because}" if not service.is_changed else f"{service.name}:"
+    if service.first is not None:
+        yield f"  first: {service.first.time} {service.first.words}"
+    if service.calls:
         heads = ["to", "call", *KINDS]
-        rows = [[each.to, each.handler, *(f"{getattr(each, kind):,}" for kind in KINDS)] for each in one.calls]
+        rows = [[each.to, each.handler, *(f"{getattr(each, kind):,}" for kind in KINDS)] for each in service.calls]
         yield from (f"  {line}" for line in table_lines(heads, rows, right=heads[2:]))
-    yield from (f"  {fate.count} of {fate.method} {fate.fate}: {fate.example}" for fate in one.fates)
-    if one.state:
+    yield from (f"  {fate.count} of {fate.method} {fate.fate}: {fate.example}" for fate in service.fates)
+    if service.state:
         yield "  the state at the end:"
-        for each in one.state[:SHOWN_MAX]:
+        for each in service.state[:SHOWN_MAX]:
             yield f"    {each['path']}: was {value_text(each, 'old')}; would be {value_text(each, 'new')}"
-        if len(one.state) > SHOWN_MAX:
+        if len(service.state) > SHOWN_MAX:
             yield "    ..."
-    if one.stopped:
-        yield f"  it stops at {one.stopped}"
+    if service.stopped:
+        yield f"  it stops at {service.stopped}"
 
 
 def _tree_lines(nodes: Sequence[Consequence], depth: int) -> Iterator[str]:
@@ -107,17 +107,17 @@ def _tree_lines(nodes: Sequence[Consequence], depth: int) -> Iterator[str]:
         yield from _tree_lines(one.then, depth + 1)
 
 
-def _list_lines(title: str, rows: Sequence[Mapping[str, str]], what: str) -> Iterator[str]:
+def _list_lines(title: str, rows: Sequence[Mapping[str, str]], noun: str) -> Iterator[str]:
     if rows:
         yield ""
         yield f"{title}: {len(rows)}"
-        yield from (f"  {row['service']}: {row[what]}: {row['outcome']}" for row in rows[:SHOWN_MAX])
+        yield from (f"  {row['service']}: {row[noun]}: {row['outcome']}" for row in rows[:SHOWN_MAX])
         if len(rows) > SHOWN_MAX:
             yield "  ..."
 
 
-def _place_words(one: BrokenCheck) -> str:
+def _place_words(check: BrokenCheck) -> str:
     where = "a message that the log does not have"
-    if one.record is not None:
-        where = f"record {one.record}, message {one.message}"
-    return f"{one.service}, {where} ({one.time})"
+    if check.record is not None:
+        where = f"record {check.record}, message {check.message}"
+    return f"{check.service}, {where} ({check.time})"

@@ -68,7 +68,7 @@ class Trial:
         self.is_same = True
         self._old = old
         self.new = Player(source, route, new, Sink(), is_new=True, outsiders=outsiders)
-        self._due: object = None  # the due times that were reported as different
+        self._reported_due: object = None  # the due times that were reported as different
         self._verdicts: dict[int, list[Verdict]] = defaultdict(list)  # of the log, by record
         for one in source.summary().verdicts:
             self._verdicts[one.sequence_id].append(one)
@@ -129,9 +129,9 @@ class Trial:
             name = waiting[max(waiting)].function.name
             return f"the effect {name}, which the log's code does not ask for"
         due = due_ns, self.new.next_due_ns
-        if due[0] == due[1] or due == self._due:
+        if due[0] == due[1] or due == self._reported_due:
             return ""
-        self._due = due
+        self._reported_due = due
         was, now = ("none" if one is None else time_text(one) for one in due)
         return f"the next timer: was {was}; would be {now}"
 

@@ -123,7 +123,7 @@ class Shadow:
         self._reader = reader
         self._new = new
         self._mark = mark
-        self._begin_ns = begin_ns
+        self._start_ns = begin_ns
         self._emit = emit
         self._note = note
         self._steps: Screening | None = None
@@ -148,7 +148,7 @@ class Shadow:
         summary, mark = self._reader.summary(), self._mark
         if mark.behind >= 0 and not any(one.sequence_id >= mark.behind for one in usable_checkpoints(summary)):
             return
-        route = first_checkpoint(self._reader, self._begin_ns or NOW_NS, mark.behind)
+        route = first_checkpoint(self._reader, self._start_ns or NOW_NS, mark.behind)
         own = code_at_end(self._registry.load(self.name), summary, route)
         kept = kept_code.code_at(self._folder, summary.last_sequence_id)
         digest = "" if kept is None else kept.digest
@@ -161,7 +161,7 @@ class Shadow:
         if -1 < mark.reported < steps.sequence_id:
             text += f"; records {mark.reported + 1} to {steps.sequence_id} are not compared"
         self._mark = Mark(max(mark.reported, steps.sequence_id), -1)
-        self._steps, self._digest, self._begin_ns, self._reported_gap, self._retry_s = steps, digest, None, "", 0.0
+        self._steps, self._digest, self._start_ns, self._reported_gap, self._retry_s = steps, digest, None, "", 0.0
         self._emit(Note(self.name, text, follows=True))
 
     def round(self) -> bool:
@@ -291,15 +291,18 @@ class Shadow:
             self._emit_found(record, "other", self.name, "", None, found.other)
         self.report_progress()  # so that a process after this one does not find them again
 
-    def _text(self, steps: Screening, record: LoggedRecord, one: Difference, to: str, methods: Methods) -> str:
+    def _text(self, steps: Screening, record: LoggedRecord, difference: Difference, to: str, methods: Methods) -> str:
         """Describe a call that differs: the message that makes it, and what began that; the call then and now."""
-        made = self._message(record, one.place, methods)
-        player = steps.old if one.new is None else steps.new
-        began = player.start_of_call(number_of_awaited(self.name, rpc_of(one.message)))
-        if began is not None and began != one.place:
+        made = self._message(record, difference.place, methods)
+        player = steps.old if difference.new is None else steps.new
+        began = player.start_of_call(number_of_awaited(self.name, rpc_of(difference.message)))
+        if began is not None and began != difference.place:
             made = f"{made}, in {self._message(record, began, methods)}"
-        was, now = (None if each is None else call_text(each, one.destination, methods) for each in (one.old, one.new))
-        return f"{made} -> {to}: {difference_text(one.kind, was, now)}"
+        was, now = (
+            None if each is None else call_text(each, difference.destination, methods)
+            for each in (difference.old, difference.new)
+        )
+        return f"{made} -> {to}: {difference_text(difference.kind, was, now)}"
 
     def _message(self, record: LoggedRecord, place: Place, methods: Methods) -> str:
         """Describe a message that came to the service, in this record or an earlier one."""

@@ -74,7 +74,7 @@ class ReplayedCauses:
                 self._streams[instance, destination] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return [f"{instance}: {note}" for note in result.notes]
 
-    def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+    def cause_of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         rows = self._streams.get((caller, receiver))
         if rows is None:
             return None
@@ -109,13 +109,13 @@ class _CausesSink(Sink):
         self.paths: dict[str, Path] = {}
         self.drawn = folder / f"{instance}-drawn"
         self._drawn = self.drawn.open("wb")
-        self._telling = DrawCollector()
+        self._draw_collector = DrawCollector()
 
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
-        self._telling.record(sequence_id, trailer.time_ns)
+        self._draw_collector.record(sequence_id, trailer.time_ns)
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
-        drawn = self._telling.numbers(sequence_id, data, complete=complete)
+        drawn = self._draw_collector.numbers(sequence_id, data, complete=complete)
         if drawn is not None:
             packed = msgspec.msgpack.encode(drawn)
             self._drawn.write(_SIZE.pack(len(packed)) + packed)
@@ -184,7 +184,7 @@ class ShadowReplay(Sink):
         self.committer_id = source.reader.identity.committer_id
         self.begins = source.first or 0
         """First record whose messages are wanted."""
-        self.taken = self._seen = self.begins - 1
+        self.taken = self._last_record = self.begins - 1
         summary = source.reader.summary()
         plan = ReplayPlan(_checkpoint_before(source, summary), follow=True)
         self._route = plan_route(plan, source.reader, summary)
@@ -192,11 +192,11 @@ class ShadowReplay(Sink):
         self._command = AppCommand.of(app, settings=settings)
         self._lock = threading.Lock()
         self._messages: deque[Executed] = deque()
-        self._made: dict[str, _Made] = defaultdict(_Made)
-        self._telling = DrawCollector()
+        self._causes_by_receiver: dict[str, _Made] = defaultdict(_Made)
+        self._draw_collector = DrawCollector()
         self._drawn: deque[RecordDraws] = deque(maxlen=ROWS_MAX)
         self.waits = Waits(self._pop_draws)
-        self._told = self.begins - 1  # waits that began up to this record are known
+        self._waits_known_until = self.begins - 1  # waits that began up to this record are known
         self._over = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"replay of {source.instance}", daemon=True)
@@ -217,7 +217,7 @@ class ShadowReplay(Sink):
         with self._lock:
             found = list(self._messages)
             self._messages.clear()
-            self.taken = self._seen
+            self.taken = self._last_record
         if not found and self._error is not None:
             raise self._error
         return found
@@ -225,7 +225,7 @@ class ShadowReplay(Sink):
     def cause(self, receiver: str, position: int) -> tuple[bool, tuple[int, int] | None]:
         """Return (True if it is known by now, the record and message that caused the call or None if none did)."""
         with self._lock:
-            made = self._made.get(receiver)
+            made = self._causes_by_receiver.get(receiver)
             if made is None or made.known < position:
                 return False, None
             row = bisect_right(made.positions, position) - 1
@@ -233,7 +233,7 @@ class ShadowReplay(Sink):
 
     def has_waits_before(self, sequence_id: int) -> bool:
         """Return True if every wait that began before that record is known."""
-        return self._told >= sequence_id - 1
+        return self._waits_known_until >= sequence_id - 1
 
     def _pop_draws(self) -> RecordDraws | None:
         return self._drawn.popleft() if self._drawn else None
@@ -251,27 +251,27 @@ class ShadowReplay(Sink):
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
         if sequence_id is None:  # an app that reports none
-            self._told = sys.maxsize
+            self._waits_known_until = sys.maxsize
             return
-        drawn = self._telling.numbers(sequence_id, data, complete=complete)
+        drawn = self._draw_collector.numbers(sequence_id, data, complete=complete)
         if drawn is not None:
             self._drawn.append(drawn)
         if complete:
-            self._told = sequence_id
+            self._waits_known_until = sequence_id
 
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
-        self._telling.record(sequence_id, trailer.time_ns)
+        self._draw_collector.record(sequence_id, trailer.time_ns)
         if sequence_id < self.begins:
             return
         record = read_record(value, sequence_id, self.committer_id, whole=True)
         messages = [] if isinstance(record, str) else list(executed(self.source, record, None))
         with self._lock:
-            self._seen = sequence_id
+            self._last_record = sequence_id
             self._messages += messages
 
     def outputs(self, made: Outputs) -> None:
         with self._lock:
-            stream = self._made[made.destination or self.instance]
+            stream = self._causes_by_receiver[made.destination or self.instance]
             position, end = made.first_position, made.first_position + made.count
             for origin in made.origins or ():
                 stream.add(position, origin.sequence_id, origin.message_index)
@@ -282,6 +282,6 @@ class ShadowReplay(Sink):
 
     def impulses(self, kept: KeptImpulses) -> None:
         with self._lock:
-            stream = self._made[kept.destination or self.instance]
+            stream = self._causes_by_receiver[kept.destination or self.instance]
             stream.add(kept.first_position, _UNKNOWN, 0)
             stream.known = max(stream.known, kept.first_position + kept.count - 1)

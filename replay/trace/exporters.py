@@ -134,17 +134,17 @@ def write(messages: Iterable[Executed], spans: Spans, to: IO[bytes]) -> int:
     to.write(b'{"displayTimeUnit":"ns","traceEvents":[')
     separator = b"\n"
 
-    def write_all(some: Iterable[Event]) -> None:
+    def write_all(batch: Iterable[Event]) -> None:
         nonlocal separator
-        for event in some:
+        for event in batch:
             for one in (*events.pop_names(), event):
                 to.write(separator + encode(one))
                 separator = b",\n"
 
     for message in messages:
         count += 1
-        write_all(events.of(message))
-        for span in spans.of(message):
+        write_all(events.events_of(message))
+        for span in spans.spans_of(message):
             write_all(events.bar(span))
     for span in spans.rest():
         write_all(events.bar(span))
@@ -170,7 +170,7 @@ class _TraceEvents:
         names, self._names = self._names, []
         return names
 
-    def of(self, message: Executed) -> Iterator[Event]:
+    def events_of(self, message: Executed) -> Iterator[Event]:
         """Yield a message's slice, the arrow to it, and the slice of its batch."""
         if self._zero_ns is None:
             # Doubles hold no ns since 1970. Messages sent more than a day before are shown at the earliest time.
@@ -239,5 +239,5 @@ class _TraceEvents:
             self._name("thread_name", self._process(stream[0]), number, f"to {stream[1]}")
         return number
 
-    def _name(self, what: str, process: int, thread: int, name: str) -> None:
-        self._names.append({"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}})
+    def _name(self, kind: str, process: int, thread: int, name: str) -> None:
+        self._names.append({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}})

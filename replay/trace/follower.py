@@ -73,7 +73,7 @@ class _SpanSender(Generic[T]):
     _to: Send
     _positions: Positions
     _wait: Callable[[float], bool]
-    _say: Callable[[str], None]
+    _report: Callable[[str], None]
     _spans: Spans = field(init=False, default_factory=Spans)
     sent: int = field(init=False, default=0)
 
@@ -97,7 +97,7 @@ class _SpanSender(Generic[T]):
                 self.sent += send_all(spans, self._to)
                 return False
             except LogViewError as error:
-                self._say(f"{error}; it is tried again")
+                self._report(f"{error}; it is tried again")
                 if self._wait(delay_s):
                     return True
                 delay_s = min(2 * delay_s, RETRY_S_MAX)
@@ -108,12 +108,12 @@ class Follower(_SpanSender[Source]):
 
     def _round(self) -> bool:
         while self._choose():
-            spans = [span for message in by_time(self._logs) for span in self._spans.of(message)]
+            spans = [span for message in by_time(self._logs) for span in self._spans.spans_of(message)]
             if self._send(spans):
                 return True
             for source in self._logs:
                 for problem in source.problems:
-                    self._say(f"left out: {problem}")
+                    self._report(f"left out: {problem}")
                 source.problems.clear()
                 source.first = (source.last or 0) + 1
             self._positions.note(self._logs)
@@ -125,7 +125,7 @@ class Follower(_SpanSender[Source]):
         for source in self._logs:
             begin, (first_kept, end) = source.first or 0, source.reader.ends()
             if begin < first_kept:
-                self._say(f"left out: {source.instance}: records {begin} to {first_kept - 1} were trimmed before")
+                self._report(f"left out: {source.instance}: records {begin} to {first_kept - 1} were trimmed before")
                 begin = source.first = first_kept
             source.last = min(end, begin + ROUND_RECORDS_MAX - 1)
             any_new = any_new or source.last >= begin
@@ -143,7 +143,7 @@ class ShadowFollower(_SpanSender[ShadowReplay]):
         self._spans = Spans(self)
         self._waiting: list[tuple[float, Executed]] = []  # (waiting since, message)
 
-    def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+    def cause_of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         """Return the cause of a call, like :class:`immortal.replay.trace.spans.Causes`."""
         log = self._by_name.get(caller)
         cause = None if log is None else log.cause(receiver, position)[1]
@@ -173,7 +173,7 @@ class ShadowFollower(_SpanSender[ShadowReplay]):
             waiting, self._waiting = self._waiting, []
             for since_s, message in waiting:
                 if now_s - since_s >= GRACE_S or self._is_ready(message):
-                    spans += self._spans.of(message)
+                    spans += self._spans.spans_of(message)
                 else:
                     self._waiting.append((since_s, message))
             moved = 0 < len(self._waiting) < len(waiting)

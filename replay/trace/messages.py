@@ -70,9 +70,9 @@ class RecordTiming(Struct):
     arrived: dict[int, int] = field(default_factory=dict)  # by the index of a batch's first message
     handled: dict[int, tuple[int, int]] = field(default_factory=dict)  # by message
 
-    def of(self, message: int, first_of_batch: int, time_ns: int, taken_ns: int | None) -> MessageTiming:
-        """Return the times of one message. ``time_ns``: of the record, the time of its submission. ``taken_ns``: when
-        the coordinator took the message, if the log says so."""
+    def message_timing(self, message: int, first_of_batch: int, time_ns: int, accepted_ns: int | None) -> MessageTiming:
+        """Return the times of one message. ``time_ns``: of the record, the time of its submission. ``accepted_ns``:
+        when the coordinator accepted the message, if the log says so."""
         submitted = self.commit.first_ns
         last_ns = time_ns
 
@@ -84,7 +84,7 @@ class RecordTiming(Struct):
             last_ns = max(last_ns, time_ns + monotonic_ns - submitted)
             return last_ns
 
-        arrived_ns = taken_ns
+        arrived_ns = accepted_ns
         if (arrived := self.arrived.get(first_of_batch)) is not None and 0 <= submitted - arrived < SPAN_NS_MAX:
             arrived_ns = time_ns - (submitted - arrived)
         durable_ns, given_ns = then(self.commit.second_ns), then(self.commit.third_ns)
@@ -101,18 +101,18 @@ class Timings:
     def __init__(self, folder: Path, committer_id: int) -> None:
         self.problems: list[str] = []
         """Descriptions of skipped notes."""
-        self._segments = {whose: list(self._open(folder, whose, committer_id)) for whose in (COORDINATOR, APP)}
+        self._segments = {writer: list(self._open(folder, writer, committer_id)) for writer in (COORDINATOR, APP)}
         self._known: tuple[int, RecordTiming | None] = (-1, None)
 
-    def of(self, sequence_id: int) -> RecordTiming | None:
+    def record_timing(self, sequence_id: int) -> RecordTiming | None:
         """Return the timing of a record; None if nothing is known about it."""
         if self._known[0] != sequence_id:
             self._known = sequence_id, self._read(sequence_id)
         return self._known[1]
 
-    def _open(self, folder: Path, whose: str, committer_id: int) -> Iterator[_Segment]:
+    def _open(self, folder: Path, writer: str, committer_id: int) -> Iterator[_Segment]:
         """Yield the segments of the log, the newest first."""
-        for path in reversed(segments(folder, whose)):
+        for path in reversed(segments(folder, writer)):
             try:
                 segment = _Segment(path)
             except (OSError, ValueError) as error:
@@ -137,15 +137,15 @@ class Timings:
                 found.handled[row.message] = row.first_ns, row.second_ns
         return found
 
-    def _rows(self, whose: str, sequence_id: int) -> list[TimingRow]:
+    def _rows(self, writer: str, sequence_id: int) -> list[TimingRow]:
         """Return rows from the newest segment with the record, and from the one before if it can begin there."""
         found: list[TimingRow] = []
-        for segment in list(self._segments[whose]):
+        for segment in list(self._segments[writer]):
             try:
                 rows = segment.rows(sequence_id)
             except (OSError, ValueError) as error:
                 self.problems.append(f"{segment.path} is damaged: {error}")
-                self._segments[whose].remove(segment)
+                self._segments[writer].remove(segment)
                 continue
             if segment.is_news:
                 segment.is_news = False
@@ -326,7 +326,7 @@ def executed(source: Source, record: DecodedRecord, next_ns: int | None) -> Iter
     """Yield the messages of one record. ``next_ns``: the time of the next record."""
     instance, time_ns = source.instance, record.trailer.time_ns
     share = None if next_ns is None else max(next_ns - time_ns, 0) // max(len(record.messages), 1)
-    timing = None if source.timings is None else source.timings.of(record.header.sequence_id)
+    timing = None if source.timings is None else source.timings.record_timing(record.header.sequence_id)
     for index, message in enumerate(record.messages):
         kind, rpc = message.source.kind, message.rpc
         caller = message.source.name or instance
@@ -361,7 +361,7 @@ def _timing(timing: RecordTiming, message: DecodedMessage, index: int, time_ns: 
     batch = message.source
     is_own = batch.kind in (BatchKind.IMPULSES, BatchKind.INITIAL) or not batch.name
     first_of_batch = index - (message.position - batch.first_position)
-    return timing.of(index, first_of_batch, time_ns, batch.send_time_ns if is_own else None)
+    return timing.message_timing(index, first_of_batch, time_ns, batch.send_time_ns if is_own else None)
 
 
 def _name(kind: int, rpc: IncomingRpc | None, methods: Methods) -> str:

@@ -55,7 +55,7 @@ class Span(Struct, frozen=True):
 class Causes(Protocol):
     """Source of the causes of calls; see :mod:`immortal.replay.trace.causes`."""
 
-    def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+    def cause_of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         """Return the message that caused a call: (the caller's committer ID, record, message); None if unknown."""
 
     def waits(self, instance: str) -> Waits | None:
@@ -87,7 +87,7 @@ class Spans:
 
     def all_of(self, messages: Iterable[Executed]) -> Iterator[Span]:
         for message in messages:
-            yield from self.of(message)
+            yield from self.spans_of(message)
         yield from self.rest()
 
     def rest(self) -> Iterator[Span]:
@@ -95,7 +95,7 @@ class Spans:
         while self._open:
             yield self._open.popitem(last=False)[1]
 
-    def of(self, message: Executed) -> Iterator[Span]:
+    def spans_of(self, message: Executed) -> Iterator[Span]:
         """Yield the spans that this message completes; a handler with a waiting caller is not complete yet."""
         if message.answers is not None and (waited := self._open.pop(message.answers, None)) is not None:
             yield replace(waited, end_ns=max(message.sent_ns, waited.start_ns), is_answered=True)
@@ -188,13 +188,13 @@ class Spans:
         for begun in () if waits is None else waits.timers(since_ns, told_ns, message.sequence_id):
             yield self._wait("timer", begun, message, message.time_ns)
 
-    def _wait(self, kind: Literal["effect", "timer"], begun: StartedWait, message: Executed, end_ns: int) -> Span:
-        own = message.instance, message.committer_id, begun.number
-        parent_id = None if begun.handler is None else handler_id(*own[:2], *begun.handler)
+    def _wait(self, kind: Literal["effect", "timer"], wait: StartedWait, message: Executed, end_ns: int) -> Span:
+        own = message.instance, message.committer_id, wait.number
+        parent_id = None if wait.handler is None else handler_id(*own[:2], *wait.handler)
         trace_id = None if parent_id is None else self._traces.get(parent_id)
         attributes: dict[str, str | int] = {
             "immortal.instance": message.instance,
-            "immortal.began_record": begun.sequence_id,
+            "immortal.began_record": wait.sequence_id,
             "immortal.record": message.sequence_id,
             "immortal.message": message.index,
             "immortal.moment": moment_path(message.instance, message.sequence_id, message.index),
@@ -202,13 +202,13 @@ class Spans:
         }
         return Span(
             message.instance,
-            f"effect {begun.name}" if kind == "effect" else "timer",
+            f"effect {wait.name}" if kind == "effect" else "timer",
             kind,
             trace_id or _digest("trace of wait", *own, size_bytes=16),
             _digest("wait", *own, size_bytes=8),
             parent_id if trace_id is not None else None,
-            begun.time_ns,
-            max(begun.time_ns, end_ns),
+            wait.time_ns,
+            max(wait.time_ns, end_ns),
             attributes,
         )
 
@@ -219,7 +219,7 @@ class Spans:
             return parent_id, of_caller
         if self._causes is None:
             return None, None
-        cause = self._causes.of(message.caller, message.instance, message.position)
+        cause = self._causes.cause_of(message.caller, message.instance, message.position)
         if cause is None:
             return None, None
         span_id = handler_id(message.caller, *cause)
@@ -281,10 +281,10 @@ class DrawCollector:
 
 
 class Waits:
-    """Open waits of one instance. ``told`` returns the replay's next draws, by records; None: none so far."""
+    """Open waits of one instance. ``next_draws`` returns the replay's next draws, by records; None: none so far."""
 
-    def __init__(self, told: Callable[[], RecordDraws | None]) -> None:
-        self._told = told
+    def __init__(self, next_draws: Callable[[], RecordDraws | None]) -> None:
+        self._next_draws = next_draws
         self._next: RecordDraws | None = None
         self._handlers: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._effects: OrderedDict[int, StartedWait] = OrderedDict()
@@ -307,7 +307,7 @@ class Waits:
 
     def _advance(self, before: int) -> None:
         while True:
-            drawn = self._next or self._told()
+            drawn = self._next or self._next_draws()
             self._next = None
             if drawn is None:
                 return

@@ -114,12 +114,12 @@ def _by_look(holder: dict[Any, Any], wanted: Any) -> Any:
     return MISSING
 
 
-def same(one: Tree, other: Tree) -> bool:
-    if one is other or one is MISSING or other is MISSING:
-        return one is other
-    if type(one) in _PLAIN and type(one) is type(other):
-        return bool(one == other)
-    return type(one) is type(other) and canonical(one) == canonical(other)
+def same(first: Tree, second: Tree) -> bool:
+    if first is second or first is MISSING or second is MISSING:
+        return first is second
+    if type(first) in _PLAIN and type(first) is type(second):
+        return bool(first == second)
+    return type(first) is type(second) and canonical(first) == canonical(second)
 
 
 # A state for a page: only as much of it as a person reads, with the path of each part.

@@ -125,11 +125,11 @@ def longest_ms(times_ns: list[int], since_ns: int, until_ns: int) -> float:
     return max((after - before for before, after in itertools.pairwise(times)), default=0) / 1e6
 
 
-def until(condition: Callable[[], Any], what: str) -> None:
+def wait_until(condition: Callable[[], Any], description: str) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while not condition():
         if time.monotonic() > deadline_s:
-            raise SystemExit(f"not within {WAIT_S:g} s: {what}")
+            raise SystemExit(f"not within {WAIT_S:g} s: {description}")
         time.sleep(0.01)
 
 
@@ -161,12 +161,12 @@ class World:
             target.parent.mkdir(mode=0o700, exist_ok=True)
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
         self.endpoints = list(dict.fromkeys([f"tcp://{port[0]}", f"tcp://127.0.0.1:{other}"]))
-        self._let_them_meet(homes)
+        self._exchange_keys(homes)
         place = self.endpoints[0] if len(self.endpoints) == 1 else f"{url}#keeper"
         with (homes[2] / "asker.toml").open("a") as file:
             file.write(f'\n[peers]\nkeeper = "{place}"\n')
 
-    def _let_them_meet(self, homes: list[Path]) -> None:
+    def _exchange_keys(self, homes: list[Path]) -> None:
         for home in homes[:2]:
             (home / "asker").mkdir(mode=0o700, exist_ok=True)
             shutil.copy(homes[2] / "asker" / "public_keys", home / "asker")
@@ -189,7 +189,7 @@ class World:
     def begin(self) -> None:
         first, second = self.machines
         first.start("keeper", "Keeper")
-        until(lambda: "ready" in (first.home / "keeper.lines").read_text(), "the first one is up")
+        wait_until(lambda: "ready" in (first.home / "keeper.lines").read_text(), "the first one is up")
         if self._options.state_mib:
             with connect("keeper", home=first.home) as keeper:
                 for _ in range(0, self._options.state_mib, 16):
@@ -197,9 +197,9 @@ class World:
             if not first._alone:
                 first.immortal("checkpoint", "keeper")
         second.start("keeper", "Keeper")
-        until(self.has_standby, "the second one has caught up")
+        wait_until(self.has_standby, "the second one has caught up")
         self.callers.start("asker", "Asker", ANSWERS=str(self.answers_path))
-        until(lambda: "ready" in (self.callers.home / "asker.lines").read_text(), "the caller is up")
+        wait_until(lambda: "ready" in (self.callers.home / "asker.lines").read_text(), "the caller is up")
         with connect("asker", home=self.callers.home) as asker:
             start(asker.ask)
 
@@ -210,7 +210,7 @@ class World:
         """Move the instance, and return the moment. machines[0] is the active machine before and after."""
         if self._options.how == "upgrade":
             self._upgrade_standby(self.machines[1])
-        until(self.has_standby, "somebody follows who has caught up")
+        wait_until(self.has_standby, "somebody follows who has caught up")
         time.sleep(SETTLED_S)
         before, (first, _) = self.holder(), self.machines
         moment_ns = time.monotonic_ns()
@@ -218,7 +218,7 @@ class World:
             first.immortal("migrate", "keeper")
         else:
             first.end(signal.SIGTERM if self._options.how == "stop" else signal.SIGKILL)
-        until(lambda: self.holder() not in ("", before) or self._options.how == "kill", "it was taken over")
+        wait_until(lambda: self.holder() not in ("", before) or self._options.how == "kill", "it was taken over")
         time.sleep(SETTLED_S + (self._options.lease_s if self._options.how == "kill" else 0))
         if self._options.how == "upgrade":
             first.end(signal.SIGTERM)
@@ -230,7 +230,7 @@ class World:
     def _upgrade_standby(self, standby: Machine) -> None:
         """Start a standby with the old code that is upgraded when it takes over."""
         standby.end(signal.SIGTERM)
-        until(lambda: not self.has_standby(), "it follows no more")
+        wait_until(lambda: not self.has_standby(), "it follows no more")
         self._version = 3 - self._version
         app = "NextKeeper" if self._version == 2 else "FormerKeeper"
         standby.immortal("upgrade", "keeper", f"{APPS}:{app}", "--to", str(self._version))
@@ -242,7 +242,7 @@ class World:
 
 
 @contextlib.contextmanager
-def made(options: argparse.Namespace) -> Iterator[World]:
+def created_world(options: argparse.Namespace) -> Iterator[World]:
     with tempfile.TemporaryDirectory(prefix="immortal-failover-") as name:
         Path(name).chmod(0o755)
         with postgres(Path(name)) as url:
@@ -275,7 +275,7 @@ def main() -> None:
     prepare_environment()
     waits: dict[str, list[float]] = {"peer": [], "client": []}
     load = [load_average()]
-    with made(options) as world:
+    with created_world(options) as world:
         client = Answers(world.endpoints, world.machines[0].home)
         for _ in range(options.runs):
             moment_ns = world.move()

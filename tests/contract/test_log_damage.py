@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogFormatError
+from immortal.coordinator.core.errors import (
+    DamagedCheckpointError,
+    DamagedLogError,
+    LogError,
+    LogFormatError,
+    LogUnavailableError,
+)
 from immortal.coordinator.core.interfaces import (
     IMPULSES,
     CheckpointHeader,
@@ -567,6 +573,17 @@ def test_random_damage_is_never_passed_on(log: Path) -> None:
     for folder, findings_count in zip(folders, said[1::2], strict=True):
         if findings_count == "0":
             assert read_all(folder) == 20, folder
+
+
+def test_a_log_of_another_user_is_not_taken_for_damaged(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`recover` advised to restore it from a copy."""
+
+    def refuse(path: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(LogUnavailableError, match="may not use the log in"):
+        verify_log(log)
 
 
 def test_a_folder_without_a_log(tmp_path: Path) -> None:

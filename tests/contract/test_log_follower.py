@@ -65,7 +65,7 @@ def events_of(follower: LogFollower, count: int) -> list[ev.Event]:
     deadline_s = time.monotonic() + WAIT_S
     while len(found) < count and time.monotonic() < deadline_s:
         select.select([follower.fileno()], [], [], 0.5)
-        found += follower.take()
+        found += follower.pop_all()
     assert len(found) >= count, found
     return found
 
@@ -136,7 +136,7 @@ def test_it_opens_the_log_for_writing_once_the_lock_is_free(log: Log) -> None:
     store = None
     while store is None and time.monotonic() < deadline_s:
         select.select([follower.fileno()], [], [], 0.5)
-        follower.take()
+        follower.pop_all()
         store = follower.release_store()
     assert store is not None
     assert follower.pop_unanswered() == [ef.ReadRecords(0, 1 << 20, 3)]

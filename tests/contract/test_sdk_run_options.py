@@ -131,6 +131,19 @@ def run_app(
     return app.returncode, app.stdout, app.stderr
 
 
+def test_output_that_can_not_be_written_fails_nobody(tmp_path: Path) -> None:
+    """On a full disk each call with a print failed, also in a recovery, which then could not go on."""
+    (tmp_path / "talker.py").write_text(f"print('in the module')\n{PROGRAM}")
+    command = [sys.executable, "-m", "immortal.appsdk", "talker:Counter"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("IMMORTAL_")}
+    with open("/dev/full", "w") as full:
+        app = subprocess.run(
+            command, cwd=tmp_path, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert "no address of a coordinator" in app.stderr, "it came past the import"
+    assert "No space left" not in app.stderr
+
+
 def replay(it: ScriptedCoordinator) -> None:
     it.start_first()
     it.send(logged(1, [call(1, "a b")] * 3) + logged(2, [call(1, "c d")] * 3))

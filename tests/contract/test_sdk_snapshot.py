@@ -267,7 +267,7 @@ def test_a_child_that_is_not_read_is_not_silent(monkeypatch: pytest.MonkeyPatch)
     snapshot = Snapshot(lambda: (4 << 20, [bytes(4 << 20)]))  # more than its pipe holds
     try:
         now_s[0] += 10 * immortal.appsdk.state.snapshots.SILENCE_S_MAX
-        snapshot.not_read()
+        snapshot.note_unread()
         received = 0
         while (data := snapshot.read()) != b"":
             received += len(data or b"")

@@ -31,7 +31,7 @@ def answering(folder: Path, answer: Callable[[], bytes | None]) -> Iterator[list
                 if data is None:
                     over.wait()
                 else:
-                    connection.sendall(control.with_size(data))
+                    connection.sendall(control.prefix_size(data))
 
     folder.mkdir(exist_ok=True)
     path = control.socket_path(folder)

@@ -40,7 +40,7 @@ def _run_seeds(first: int, end: int, *acts: tuple[str, ...]) -> None:
 
 
 def _not_given_back(self: Accounts, data: bytes) -> None:
-    self._context.carries = False
+    self._context.carries_handles = False
 
 
 def _end_at_once(self: Nodes, key: Key, how: str) -> None:

@@ -112,20 +112,20 @@ def keeper(name: str) -> Definition:
     return definition_of(Keeper)
 
 
-def exactly(value: Any) -> Any:
+def tag_values(value: Any) -> Any:
     """What two values share that are the same in types, order and contents."""
     cls = type(value)
     if isinstance(value, BaseException):
-        return cls, exactly(value.args), exactly(vars(value))
+        return cls, tag_values(value.args), tag_values(vars(value))
     if isinstance(value, dict):
-        pairs = [(exactly(key), exactly(item)) for key, item in value.items()]
+        pairs = [(tag_values(key), tag_values(item)) for key, item in value.items()]
         return cls, str(getattr(value, "default_factory", None)), pairs
     if isinstance(value, deque):
-        return cls, value.maxlen, list(map(exactly, value))
+        return cls, value.maxlen, list(map(tag_values, value))
     if isinstance(value, list | tuple):
-        return cls, list(map(exactly, value))
+        return cls, list(map(tag_values, value))
     if isinstance(value, frozenset):
-        return cls, sorted(map(repr, map(exactly, value)))
+        return cls, sorted(map(repr, map(tag_values, value)))
     if isinstance(value, range):
         return cls, value.start, value.stop, value.step
     return cls, repr(value)
@@ -137,12 +137,12 @@ def test_each_comes_back_as_an_argument_a_result_and_from_a_checkpoint(name: str
     value, definition = data.draw(CASES[name][1]), keeper(name)
     codec, schema = definition.codec(definition.handlers["keep"]), definition.state()
     (argument,) = codec.decode(codec.encoded((value,))[1])
-    assert exactly(argument) == exactly(value)
-    assert exactly(codec.decode_result(codec.encode_result(value))) == exactly(value)
+    assert tag_values(argument) == tag_values(value)
+    assert tag_values(codec.decode_result(codec.encode_result(value))) == tag_values(value)
     before, after = definition.new_instance(), definition.new_instance()
     before.kept = value
     schema.restore(after, copied_envelope(definition.name, "msgspec"), memoryview(schema.encode(before)))
-    assert exactly(after.kept) == exactly(value)
+    assert tag_values(after.kept) == tag_values(value)
 
 
 @given(st.sampled_from([kind.letter for kind in KINDS]), st.binary(max_size=20) | ANYTHING.map(form_of(Any).encode))

@@ -123,7 +123,7 @@ class Side(LocalReplay):
 
     def give(self, value: bytes) -> None:
         if self.told is not None:
-            numbers = self.told.before(decode_header(value).sequence_id)
+            numbers = self.told.pop_until(decode_header(value).sequence_id)
             assert numbers is not None
             self.session.give_numbers(numbers)
         super().give(value)
@@ -131,7 +131,7 @@ class Side(LocalReplay):
     def handle_event(self, event: Event) -> None:
         if isinstance(event, NumbersDrawn):
             assert event.sequence_id is not None
-            self.tells.drawn(event.sequence_id, event.data, complete=event.complete)
+            self.tells.add(event.sequence_id, event.data, complete=event.complete)
             self.draws += [(event.sequence_id, draw) for draw in decode_numbers(event.data).draws] if event.data else []
         super().handle_event(event)
 

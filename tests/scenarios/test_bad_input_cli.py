@@ -203,6 +203,17 @@ def test_a_closed_pipe_is_quiet(home: Path) -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize("command", [("log", "show"), ("recover",), ("log", "verify")])
+def test_a_file_in_place_of_a_log_folder(home: Path, command: tuple[str, ...]) -> None:
+    """It was taken for a log that was never begun."""
+    register(home)
+    (home / "counter").mkdir(exist_ok=True)
+    (home / "counter" / "log").touch()
+    result = immortal(home, *command, "counter")
+    assert result.returncode == 1
+    assert "log is a file: the folder of a log was expected" in result.stderr
+
+
 def test_a_file_that_is_no_log(home: Path) -> None:
     register(home)
     log = home / "counter" / "log"

@@ -46,7 +46,7 @@ def tally(tmp_path: Path) -> tuple[Path, str]:
     registry = Registry(tmp_path / HOME)
     registry.register("tally", "tcp://127.0.0.1:*", log=tmp_path / "logs" / "tally" / "log")
     registry.remember_app("tally", f"{name}:Tally")
-    assert kept_code.keep(tmp_path / HOME / "tally" / "code", f"{name}:Tally", sources_of(cls), 0)
+    assert kept_code.store(tmp_path / HOME / "tally" / "code", f"{name}:Tally", sources_of(cls), 0)
     (tmp_path / f"{name}.py").write_text(TALLY.replace("+= n", "+= 100 * n"))
     return tmp_path, name
 
@@ -93,13 +93,13 @@ def test_an_app_keeps_its_code_as_it_begins_to_work(tmp_path: Path) -> None:
     try:
         immortal(tmp_path, "call", "till", "sold", "5")
         folder = tmp_path / HOME / "till" / "code"
-        (start,) = kept_code.starts(folder)
+        (start,) = kept_code.read_index(folder)
         assert (start.first, start.app, start.is_on_disk()) == (0, "shop:Till", True)
         with zipfile.ZipFile(start.archive(folder)) as archive:
             assert archive.read("shop.py").decode() == SHOP
         (tmp_path / "shop.py").write_text(f"{SHOP}\n# other\n")
         immortal(tmp_path, "restart", "till")
-        assert [one.first for one in kept_code.starts(folder)] == [0, 2]
+        assert [one.first for one in kept_code.read_index(folder)] == [0, 2]
     finally:
         immortal(tmp_path, "down")
 

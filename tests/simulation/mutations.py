@@ -79,7 +79,7 @@ MUTATIONS = (
         LogRequests,
         "tick",
         "self._state.effects.append(ReadTail())",
-        "self._unknown = self._state.log.held = False; self._state.effects.extend(self._writes)",
+        "self._unknown = self._state.log.is_held = False; self._state.effects.extend(self._writes)",
         seed=1,
     ),
     Mutation(
@@ -253,7 +253,7 @@ MUTATIONS = (
     Mutation(
         "the log is told one position too few",
         InputStream,
-        "_known",
+        "_position_to_log",
         "self.received)",
         "max(0, self.received - 1))",
     ),
@@ -377,7 +377,7 @@ MUTATIONS = (
         "a checkpoint forgets a jump of the clock",
         Tasks,
         "save",
-        "jumps=self.clock.jumps_that_count()",
+        "jumps=self.clock.relevant_jumps()",
         "jumps=[]",
         seed=62,
     ),

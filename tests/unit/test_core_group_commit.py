@@ -28,7 +28,7 @@ def commits(driven: Driven) -> list[ef.Commit]:
 def fresh(group_size_bytes: int = 100) -> GroupCommit:
     groups = GroupCommit(group_size_bytes)
     groups.load(MemoryLogStore(COMMITTER_ID).summary())
-    groups.held = False
+    groups.is_held = False
     return groups
 
 

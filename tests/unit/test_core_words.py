@@ -41,8 +41,8 @@ def test_calls_and_answers(message: bytes, destination: str, text: str) -> None:
 def test_large_arguments_are_cut_unless_all_are_wanted() -> None:
     _, start, end = decode_message(rpc(8, "x" * 1000))
     decoded = decode_incoming_rpc(rpc(8, "x" * 1000), start, end)
-    assert len(CallText.of(decoded, is_msgpack=True).with_method("f")) == 203
-    assert "x" * 1000 in CallText.of(decoded, is_msgpack=True, size_max=None).with_method("f")
+    assert len(CallText.from_rpc(decoded, is_msgpack=True).with_method("f")) == 203
+    assert "x" * 1000 in CallText.from_rpc(decoded, is_msgpack=True, size_max=None).with_method("f")
 
 
 def test_answers_are_counted_apart() -> None:

@@ -79,7 +79,7 @@ def run(
         if arrival == Arrival.FIRST:
             give(message_id)
         elif arrival == Arrival.EARLY and not reports:
-            link.window.lose(message_id)
+            link.window.mark_missing(message_id)
         elif arrival == Arrival.EARLY:
             assert link.store_early(message_id, message_id, (b"x",))
         elif message_id in link.replies or message_id >= link.window.lowest_pending_id:

@@ -399,19 +399,19 @@ def test_a_service_that_began_later_begins_later(tmp_path: Path) -> None:
 
 def test_a_result_is_that_of_equal_arguments_nearest_in_time() -> None:
     results = Results(Redaction(None), 130)
-    for at, (asked_ns, encoded) in enumerate(((10, b"a"), (20, b"a"), (20, b"a"), (21, b"b"))):
-        results.add(("shop", "charge"), encoded, Result("shop", "charge", asked_ns, at, False, []))
+    for at, (requested_ns, encoded) in enumerate(((10, b"a"), (20, b"a"), (20, b"a"), (21, b"b"))):
+        results.add(("shop", "charge"), encoded, Result("shop", "charge", requested_ns, at, False, []))
     results.sort()
     what = "shop", "charge"
-    found = [results.take(what, b"a", now_ns) for now_ns in (0, 14, 19, 99, 99)]
-    assert [one.asked_ns for one in found if one is not None] == [10, 10, 20, 20, 20]
+    found = [results.match(what, b"a", now_ns) for now_ns in (0, 14, 19, 99, 99)]
+    assert [one.requested_ns for one in found if one is not None] == [10, 10, 20, 20, 20]
     assert [one.delay_ns for one in found[2:4] if one is not None] == [1, 2]
     assert results.guessed == 0
-    assert results.take(what, b"a", 129) is None  # it would come after the end
-    other = results.take(what, b"c", 21)
+    assert results.match(what, b"a", 129) is None  # it would come after the end
+    other = results.match(what, b"c", 21)
     assert other is not None
-    assert other.asked_ns == 21
-    assert (results.guessed, results.take(("shop", "refund"), b"a", 0), results.missing) == (1, None, 2)
+    assert other.requested_ns == 21
+    assert (results.guessed, results.match(("shop", "refund"), b"a", 0), results.missing) == (1, None, 2)
 
 
 def test_a_value_that_is_redacted_in_place_is_redacted() -> None:

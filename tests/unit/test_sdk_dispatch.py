@@ -227,10 +227,10 @@ def test_mixed_messages_and_defaults() -> None:
     assert counter.times[2] == datetime(2023, 11, 14, 22, 13, 21, 234567, tzinfo=UTC)
 
 
-@pytest.mark.parametrize("known_max", [1, 3, delivery.KNOWN_MAX])
+@pytest.mark.parametrize("known_max", [1, 3, delivery.CACHED_MAX])
 def test_methods_and_sizes_in_turns(known_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fronts of several lengths, remembered or forgotten again; sizes on both sides of one more byte for the size."""
-    monkeypatch.setattr(delivery, "KNOWN_MAX", known_max)
+    monkeypatch.setattr(delivery, "CACHED_MAX", known_max)
     life = first_start(Counter)
     store = method_id_of_name("store")
     sizes = [0, 1, 50, 51, 52, 53, 54, 55, 56, 57, 8170, 8180, 8190, 1 << 15, 1, 50]

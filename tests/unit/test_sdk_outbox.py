@@ -56,7 +56,7 @@ class Setup:
         self.wakes += 1
 
     def take(self) -> None:
-        self.output.receive_data(b"".join(self.outbox.take()))
+        self.output.receive_data(b"".join(self.outbox.pop_chunks()))
 
     def in_hook(self, work: Callable[[], object]) -> Hook:
         hook = Hook(work)

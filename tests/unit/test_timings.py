@@ -63,7 +63,7 @@ def write(
 
 def records_in(folder: Path, count: int) -> list[int]:
     timings = Timings(folder, LOG)
-    return [number for number in range(count) if timings.of(number) is not None]
+    return [number for number in range(count) if timings.record_timing(number) is not None]
 
 
 @given(rows, st.integers(0, (1 << 32) - 1))
@@ -89,7 +89,7 @@ def test_each_record_is_found_wherever_the_search_begins(tmp_path: Path) -> None
     order = list(range(2_000))
     for asked in (order, order[::-1], random.Random(1).sample(order, len(order))):
         for number in asked:
-            found = timings.of(number)
+            found = timings.record_timing(number)
             assert (found is not None) == (number % 7 != 0)
             if found is not None:
                 assert found.commit == commit(number)
@@ -123,7 +123,7 @@ def test_numbers_that_a_cut_gave_away_again(tmp_path: Path) -> None:
     write(tmp_path, [commit(number) for number in range(10)])
     write(tmp_path, [commit(number, 9 * SECOND) for number in range(5, 10)])
     timings = Timings(tmp_path, LOG)
-    assert [timings.of(number).commit.first_ns // SECOND for number in range(10)] == [1] * 5 + [9] * 5  # type: ignore[union-attr]
+    assert [timings.record_timing(number).commit.first_ns // SECOND for number in range(10)] == [1] * 5 + [9] * 5  # type: ignore[union-attr]
 
 
 def test_a_record_over_two_segments(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_record_over_two_segments(tmp_path: Path) -> None:
     write(tmp_path, some, whose=APP, limit=SEGMENTS_MAX * (HEADER_SIZE_BYTES + 130 * ROW_SIZE_BYTES))
     write(tmp_path, [commit(number) for number in range(3)])
     timings = Timings(tmp_path, LOG)
-    assert [len(timings.of(number).handled) for number in range(3)] == [100] * 3  # type: ignore[union-attr]
+    assert [len(timings.record_timing(number).handled) for number in range(3)] == [100] * 3  # type: ignore[union-attr]
 
 
 def test_of_another_log_nothing_is_taken(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_damage_takes_rows_and_never_changes_one(
     path.write_bytes(data[: len(data) - cut_bytes])
     timings = Timings(folder, LOG)
     for number in range(300):
-        found = timings.of(number)
+        found = timings.record_timing(number)
         assert found is None or found.commit == commit(number)
 
 
@@ -168,7 +168,7 @@ def test_any_bytes_as_a_segment(tmp_path_factory: pytest.TempPathFactory, data: 
     os.mkfifo(folder / "coordinator-00000003.times")
     (folder / "coordinator-00000004.times").symlink_to(folder / "coordinator-00000001.times")
     timings = Timings(folder, LOG)
-    assert timings.of(1) is None
+    assert timings.record_timing(1) is None
     assert sum("can't be read" in problem for problem in timings.problems) == 3
 
 
@@ -177,7 +177,7 @@ def test_a_segment_that_is_damaged_all_over_is_given_up(tmp_path: Path) -> None:
     garbage = encode_segment_header(LOG) + bytes(ROW_SIZE_BYTES * 10 * DAMAGED_RUN_MAX)
     (tmp_path / f"{COORDINATOR}-00000002.times").write_bytes(garbage)
     timings = Timings(tmp_path, LOG)
-    assert [number for number in range(100) if timings.of(number)] == list(range(100))
+    assert [number for number in range(100) if timings.record_timing(number)] == list(range(100))
     assert len(timings.problems) == 1
     assert "rows one after the other can't be read" in timings.problems[0]
 
@@ -272,7 +272,7 @@ def test_no_span_is_shorter_than_nothing(
     """Whatever a file says."""
     time_ns = 50
     record = RecordTiming(TimingRow(0, 0, TimingKind.COMMIT, first, second, third), {0: arrived}, {0: (began, ended)})
-    timing = record.of(0, 0, time_ns, taken)
+    timing = record.message_timing(0, 0, time_ns, taken)
     message = Executed(
         "a", LOG, 0, 0, OUTSIDE, BatchKind.IMPULSES, 1, min(sent, time_ns), time_ns, "A.add", 1, None, timing=timing
     )

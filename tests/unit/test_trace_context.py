@@ -101,7 +101,7 @@ def test_its_call_is_below_the_callers_span() -> None:
 
 def test_what_it_calls_is_in_the_trace_too() -> None:
     class Causes:
-        def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+        def cause_of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
             return (7, 4, 0) if caller == "a" else None
 
     first = Executed("a", 7, 4, 0, CLIENTS, BatchKind.CLIENT, 1, 10, 20, "A.add", 1, None, trace_context=CONTEXT)

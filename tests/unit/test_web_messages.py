@@ -104,7 +104,7 @@ def test_where_a_message_of_a_stream_is(folders: list[str]) -> None:
 
 def test_times(reader: LogReader) -> None:
     times = Times(reader)
-    known = [times.of(record) for record in range(times.first, times.last + 1)]
+    known = [times.time_ns(record) for record in range(times.first, times.last + 1)]
     for time_ns in (0, *(one + offset for one in known for offset in (-1, 0, 1)), 1 << 62):
         expected = next((record for record, one in enumerate(known, times.first) if one >= time_ns), times.last + 1)
         assert times.first_from(time_ns) == expected
@@ -113,7 +113,7 @@ def test_times(reader: LogReader) -> None:
 @pytest.mark.parametrize("buckets", [1, 3, 160])
 def test_counts_of_a_lane(reader: LogReader, buckets: int) -> None:
     times = Times(reader)
-    known = [times.of(record) for record in range(times.first, times.last + 1)]
+    known = [times.time_ns(record) for record in range(times.first, times.last + 1)]
     first, last = known[3], known[-5]
     expected = [0] * buckets
     for time_ns in known:

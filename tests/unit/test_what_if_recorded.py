@@ -56,12 +56,12 @@ def test_draws_are_found_by_what_began_the_execution(records: list[list[int]]) -
         draws.add(sequence_id, drawn)
     assert draws.waited == waited
     for place, chain in chains.items():
-        assert list(draws.of(*place)) == chain
-        assert draws.began(chain[0].number) == place
+        assert list(draws.draws_of(*place)) == chain
+        assert draws.start_of_task(chain[0].number) == place
         assert [draws.task_of(one.number) for one in chain[1:]] == [chain[0].number] * (len(chain) - 1)
         assert draws.task_of(chain[0].number) is None
-    assert list(draws.of(len(records), 0)) == []
-    assert draws.began(7) is None
+    assert list(draws.draws_of(len(records), 0)) == []
+    assert draws.start_of_task(7) is None
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.lists(st.integers(1, 5), max_size=6))

@@ -123,7 +123,7 @@ class _Instance:
         if kind is None:
             return made
         try:
-            return made[_of_text(kind, given["key"])]
+            return made[_parse_text(kind, given["key"])]
         except TypeError as error:
             raise RefusedRequest(problem_of_misfit(error)) from None
 
@@ -168,8 +168,8 @@ async def _call(request: Request) -> Response:
         proxy = with_key(proxy, hashlib.blake2b(parts.encode(), digest_size=20).hexdigest())
     method = getattr(proxy, handler.name)
     if wait_s > 0:
-        return _json(await _made(handler, lambda: method(*arguments[0], **arguments[1])))
-    started = await _made(handler, lambda: start(method, *arguments[0], **arguments[1]))
+        return _json(await _await_call(handler, lambda: method(*arguments[0], **arguments[1])))
+    started = await _await_call(handler, lambda: start(method, *arguments[0], **arguments[1]))
     where = f"{request.scope.get('root_path', '')}/{_path_of(request)}/calls/{started.id}"
     return _json({"id": started.id, "status": "waiting"}, 202, {"Location": where})
 
@@ -185,9 +185,9 @@ async def _query(request: Request) -> Response:
     if not handler.is_query:
         raise RefusedRequest(Problem("method", 405, f"{handler.name} is no query: it is called by POST"))
     hints = resolve_hints(handler.function)
-    given = {name: _of_text(hints.get(name, Any), text) for name, text in request.query_params.items()}
+    given = {name: _parse_text(hints.get(name, Any), text) for name, text in request.query_params.items()}
     asked = getattr(instance.proxy(request, instance.service._timeout_s).query, handler.name)
-    return _json(await _made(handler, lambda: asked(**_arguments(handler, given)[1])))
+    return _json(await _await_call(handler, lambda: asked(**_arguments(handler, given)[1])))
 
 
 async def _status(request: Request) -> Response:
@@ -201,7 +201,7 @@ async def _result(request: Request) -> Response:
     instance, made = _started(request)
     handler = instance.handlers[made.id.partition(":")[0]]
     try:
-        return _json(await _made(handler, lambda: made.result(_wait_s(request, instance.service._timeout_s))))
+        return _json(await _await_call(handler, lambda: made.result(_wait_s(request, instance.service._timeout_s))))
     except CallTimeout:
         return _json({"id": made.id, "status": "waiting"}, 202, {"Retry-After": "1"})
 
@@ -211,7 +211,7 @@ async def _cancel(request: Request) -> Response:
     return _json({"id": made.id, "cancelled": await made.cancel("by DELETE")})
 
 
-async def _made(handler: Handler[Any, Any], make: Any) -> Any:
+async def _await_call(handler: Handler[Any, Any], make: Any) -> Any:
     """Await a call. Raises RefusedRequest for wrong arguments and declared exceptions of the handler; ClientError."""
     try:
         made = make()
@@ -320,7 +320,7 @@ def _personal(kind: Any, value: Any) -> Any:
     raise ValueError(f"Expected {wanted}, got {describe_received(value)}")
 
 
-def _of_text(kind: Any, text: str) -> Any:
+def _parse_text(kind: Any, text: str) -> Any:
     """Convert an argument of a query from its URL text: JSON of its type, or else the text itself."""
     if kind is str:
         return text

@@ -75,7 +75,7 @@ class RequestClient:
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
         key = key or self._calls.key(self._service.name)
-        return await self._made(lambda: self._client().call(method, arguments, timeout_s, key, trace_context))
+        return await self._await_call(lambda: self._client().call(method, arguments, timeout_s, key, trace_context))
 
     async def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
         """Ask a query. In a request with an idempotency key it is a logged call, so that a repeated request
@@ -83,10 +83,10 @@ class RequestClient:
         """
         key = self._calls.key(self._service.name)
         if key is not None:
-            return await self._made(lambda: self._client().call(method, arguments, timeout_s, key))
-        return await self._made(lambda: self._client().query(method, arguments, timeout_s))
+            return await self._await_call(lambda: self._client().call(method, arguments, timeout_s, key))
+        return await self._await_call(lambda: self._client().query(method, arguments, timeout_s))
 
-    async def _made(self, make: Callable[[], Awaitable[Any]]) -> Any:
+    async def _await_call(self, make: Callable[[], Awaitable[Any]]) -> Any:
         with self._service._slot():
             try:
                 return await make()
@@ -104,7 +104,7 @@ class RequestClient:
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         """Return what starts a call, and asks for it: start, status, result, cancel."""
-        return lambda *arguments: self._made(lambda: getattr(self._client(), name)(*arguments))
+        return lambda *arguments: self._await_call(lambda: getattr(self._client(), name)(*arguments))
 
 
 class _NotedMethod:

@@ -70,7 +70,7 @@ def show(table: str, shows_all: bool, identity: str | None) -> None:
     for held in status.held_by:
         echo(f"  writers wait for {held}")
     for place in places:
-        report = _look(table, place, identity)
+        report = _query_report(table, place, identity)
         what = "table" if place.is_table else "forwarder"
         if report is None:
             echo(f"{what} at {place.endpoint}: no answer")
@@ -87,7 +87,7 @@ def show(table: str, shows_all: bool, identity: str | None) -> None:
             echo(f"  {who}: {one.state}, {waiting}, {one.policy}, {one.dropped} changes dropped; {subtrees}")
 
 
-def _look(table: str, place: Place, identity: str | None) -> Report | None:
+def _query_report(table: str, place: Place, identity: str | None) -> Report | None:
     """Ask a publisher for its report; return None if there is no answer in time."""
     found = Access(table, {"identity": identity}).finder(place).find()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -75,14 +75,14 @@ class Publisher:
     def receive(self, now_ns: int) -> bool:
         """Process clients' messages; return False if there may be more."""
 
-        def take(route: bytes, name: str, request: Request) -> None:
+        def handle(route: bytes, name: str, request: Request) -> None:
             if self.publishing is not None:
                 self.publishing.handle_request(route, name, request, now_ns)
             else:
                 refused = Refused(getattr(request, "stream", 0), "nothing is published here yet", True)
                 self._listener.send(route, encode(refused))
 
-        return self._listener.receive(_TURN_FRAMES_MAX, take)
+        return self._listener.receive(_TURN_FRAMES_MAX, handle)
 
     def turn(self) -> float:
         """Do all that is due now, and return the seconds until the next call, unless the descriptor signals."""

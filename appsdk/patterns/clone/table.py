@@ -375,7 +375,7 @@ class Table(Immortal, roles=ROLES):
         now_ns = immortal.now_ns()
         self.alarm_ns = _LOOKS
         with self._publishing() as rows:
-            for key in self.deadlines.take_due(now_ns, EXPIRED_MAX):
+            for key in self.deadlines.pop_due(now_ns, EXPIRED_MAX):
                 self._set_row(rows, key, None, 0)
         self.alarm_ns = self.deadlines.next_ns()
         return max(1, self.alarm_ns - now_ns) if self.alarm_ns else 0
@@ -418,7 +418,7 @@ class Deadlines(msgspec.Struct):
             heappop(heap)
         return heap[0][0] if heap else 0
 
-    def take_due(self, now_ns: int, count_max: int) -> list[str]:
+    def pop_due(self, now_ns: int, count_max: int) -> list[str]:
         """Remove and return the keys whose deadline is over, earliest first."""
         due: list[str] = []
         while len(due) < count_max and 0 < self.next_ns() <= now_ns:

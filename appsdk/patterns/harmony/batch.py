@@ -114,12 +114,12 @@ def array(items: Sequence[bytes]) -> bytes:
     return _encode([msgspec.Raw(item) for item in items])
 
 
-def split(values: bytes, what: str = "tasks") -> list[msgspec.Raw]:
-    """Split a MessagePack array. Raises BatchError if it is none; ``what`` should be one."""
+def split(values: bytes, name: str = "tasks") -> list[msgspec.Raw]:
+    """Split a MessagePack array. Raises BatchError if it is none; ``name`` should be one."""
     try:
         return _items.decode(values)
     except decoding.DecodeError as error:
-        raise BatchError(f"{what}: a MessagePack array was expected: {error}") from None
+        raise BatchError(f"{name}: a MessagePack array was expected: {error}") from None
 
 
 def cut(values: bytes, start: int, stop: int) -> bytes:

@@ -406,10 +406,10 @@ class Dispatch(msgspec.Struct):
         if known is not None:
             self._requeue(known)
 
-    def _requeue(self, known: Worker) -> None:
-        if known.lease is not None and (batch := self.batches.get(known.lease.batch)) is not None:
-            batch.requeue(known.lease.piece)
-        known.lease = None
+    def _requeue(self, worker: Worker) -> None:
+        if worker.lease is not None and (batch := self.batches.get(worker.lease.batch)) is not None:
+            batch.requeue(worker.lease.piece)
+        worker.lease = None
 
     # --- ends and progress -------------------------------------------------------------------------------------------
 
@@ -444,6 +444,6 @@ class Dispatch(msgspec.Struct):
         return Progress(name, batch.put_count, batch.size, given, len(batch.done), batch.failed, batch.resent, workers)
 
 
-def _check_name(what: str, name: str) -> None:
+def _check_name(role: str, name: str) -> None:
     if not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
-        raise BatchError(f"a {what} called {name!r}: 1 to {NAME_SIZE_BYTES_MAX} bytes were expected")
+        raise BatchError(f"a {role} called {name!r}: 1 to {NAME_SIZE_BYTES_MAX} bytes were expected")

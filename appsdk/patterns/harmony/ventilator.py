@@ -70,7 +70,7 @@ class Batch:
         self._tasks: list[bytes] = []
         self._size_bytes = 0
         # Digests of the tasks before the first one, and of all so far; empty: unknown here.
-        self._before = self._behind = EMPTY_DIGEST if begun.next == 0 else b""
+        self._digest_before = self._digest = EMPTY_DIGEST if begun.next == 0 else b""
         self._flushed_s = time.monotonic()
 
     @property
@@ -92,7 +92,7 @@ class Batch:
             self.flush()
             digest = digest_of(islice(rest, self.sent))
             self._cluster.put(self.name, self.sent, _NO_TASKS, digest, digest, self._life)
-            self._before = self._behind = digest
+            self._digest_before = self._digest = digest
         for task in rest:
             self.put(task)
             if report is not None and time.monotonic() - reported_s >= _PROGRESS_S:
@@ -111,8 +111,8 @@ class Batch:
                 f"expected: send where it is instead"
             )
         self._tasks.append(encoded)
-        if self._behind:
-            self._behind = chained_digest(self._behind, (encoded,))
+        if self._digest:
+            self._digest = chained_digest(self._digest, (encoded,))
         self._size_bytes += len(encoded)
         is_full = len(self._tasks) >= RUN_TASKS_MAX or self._size_bytes >= RUN_SIZE_BYTES_MAX
         if is_full or time.monotonic() - self._flushed_s >= FLUSH_S:
@@ -121,18 +121,18 @@ class Batch:
     def flush(self) -> None:
         """Send all tasks so far; when this returns, they are durable at the cluster."""
         if self._tasks and not self._cluster.put(
-            self.name, self._first, array(self._tasks), self._before, self._behind, self._life
+            self.name, self._first, array(self._tasks), self._digest_before, self._digest, self._life
         ):
             while not self._cluster.room(self.name):
                 pass  # ``room`` itself waits
-        self._first, self._before = self.sent, self._behind
+        self._first, self._digest_before = self.sent, self._digest
         self._tasks, self._size_bytes = [], 0
         self._flushed_s = time.monotonic()
 
     def end(self) -> None:
         """End the batch: no more tasks follow."""
         self.flush()
-        self._cluster.end(self.name, self.sent, self._behind, self._life)
+        self._cluster.end(self.name, self.sent, self._digest, self._life)
 
     def progress(self) -> Progress:
         """Return this batch's progress at the cluster. Raises ClientError."""

@@ -174,9 +174,9 @@ def connect(
     )
 
 
-def _names(given: Sequence[str], what: str) -> tuple[str, ...]:
+def _names(given: Sequence[str], parameter: str) -> tuple[str, ...]:
     if isinstance(given, str) or not given or not all(isinstance(one, str) for one in given):
-        raise TypeError(f"{given!r}: a list of {what} was expected, with one at least")
+        raise TypeError(f"{given!r}: a list of {parameter} was expected, with one at least")
     return tuple(dict.fromkeys(given))
 
 
@@ -276,15 +276,15 @@ def connect_instances(
     fixed = None if isinstance(given, str) else _names(given, "names")
     definition = None if cls is None else definition_of(cls)
 
-    def look() -> Sequence[str]:
+    def find() -> Sequence[str]:
         return list(instances(folder, given)) if fixed is None else fixed
 
     def create_driver() -> Driver:
-        if not look():
+        if not find():
             raise NotConnectable(f"no instance in {folder} fits {given!r}: 'immortal register NAME' makes one")
         own_id = ids.claim() or random_client_id()
         return Driver(
-            look,
+            find,
             lambda name: InstanceLink(Finder(name, home, (), (), identity, insecure), own_id),
             policy or Policy(),
             own_id,

@@ -44,19 +44,19 @@ Timer = tuple[str, str | int, str]
 """Key of a timer: ("delay" or "timeout", task, ""), ("worker", ID, ""), ("start", function, key), ("age", 0, "")."""
 
 
-def check_name(what: str, name: str, *, empty: bool = False) -> None:
+def check_name(role: str, name: str, *, empty: bool = False) -> None:
     """Check a name. Raises ValueError."""
     if not (name or empty) or len(name) > NAME_LENGTH_MAX or "\0" in name or not is_encodable(name):
         least = 0 if empty else 1
         raise ValueError(
-            f"{what} {name[:50]!r}: {least} to {NAME_LENGTH_MAX} characters without zero bytes and lone "
+            f"{role} {name[:50]!r}: {least} to {NAME_LENGTH_MAX} characters without zero bytes and lone "
             f"surrogates were expected"
         )
 
 
-def check_number(what: str, value: float, least: float, most: float, unit: str = "") -> None:
+def check_number(name: str, value: float, least: float, most: float, unit: str = "") -> None:
     if not least <= value <= most:
-        raise ValueError(f"{what} {value:g}{unit}: {least:g} to {most:g}{unit} were expected")
+        raise ValueError(f"{name} {value:g}{unit}: {least:g} to {most:g}{unit} were expected")
 
 
 def check_worker(worker_id: str, names: Collection[str], heartbeat_s: float) -> None:

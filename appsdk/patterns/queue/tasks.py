@@ -58,7 +58,7 @@ class Tasks:
         self._timers = timers
         self._woken = woken
         self.lanes = ReadyQueue(records, timers)
-        self._ended = EndedTasks(records)
+        self._ended_tasks = EndedTasks(records)
         self._by_dedup: dict[str, int] = {}
         self._open = self._open_size_bytes = 0
         for task in records.tasks.values():
@@ -179,7 +179,7 @@ class Tasks:
             if task.state != "dead":
                 raise NotPossible(f"task {task.id} is {task.state}: only dead letters can be retried")
         for task in tasks:
-            self._ended.remove(task)
+            self._ended_tasks.remove(task)
             task.ended = task.ended_ns = 0
             task.reason = ""
             task.tries_left = task.tries
@@ -199,7 +199,7 @@ class Tasks:
                 raise NotPossible(f"task {task.id} is {task.state}: there is nothing to drop")
         for task in tasks:
             if task.state == "dead":
-                self._ended.remove(task)
+                self._ended_tasks.remove(task)
             self._end(task, "dropped", reason[:REASON_LENGTH_MAX] or "dropped", now_ns)
         return len(tasks)
 
@@ -241,8 +241,8 @@ class Tasks:
         self.lanes.put(task)
 
     def forget_old(self, now_ns: int) -> None:
-        while (old := self._ended.too_old(now_ns)) is not None:
-            self._ended.remove(old)
+        while (old := self._ended_tasks.too_old(now_ns)) is not None:
+            self._ended_tasks.remove(old)
             self._forget(old)
         self._time_age()
 
@@ -291,7 +291,7 @@ class Tasks:
             del self._by_dedup[task.dedup]
         self._woken += task.waits
         task.waits = []
-        for gone in self._ended.add(task, now_ns):
+        for gone in self._ended_tasks.add(task, now_ns):
             self._forget(gone)
         self._time_age()
 
@@ -301,7 +301,7 @@ class Tasks:
             del self._by_dedup[task.dedup]
 
     def _time_age(self) -> None:
-        due_ns = self._ended.due_ns()
+        due_ns = self._ended_tasks.due_ns()
         if due_ns is None:
             self._timers.remove(_AGE)
         else:

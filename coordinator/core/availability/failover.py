@@ -110,7 +110,7 @@ class Failover:
         state.write_lease.is_loaded = True
         lifecycle.load_log(summary, clients)
         state.write_lease.become(LeaseRole.WRITING)
-        state.log.held = False
+        state.log.is_held = False
         if is_followed:
             self._epoch_ticket = state.begin_epoch()
             return

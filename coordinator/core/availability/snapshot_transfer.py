@@ -271,7 +271,7 @@ class SnapshotReceiver:
         if self.stage is not AdoptionStage.WAITING:
             self.state.effects.append(CancelStandbyRequest())
         if reason:
-            self.state.checkpoints.wanted = self.is_for_app = True
+            self.state.checkpoints.is_requested = self.is_for_app = True
             self.state.report(notices.StandbyTakesNone(reason))
         self.stage, self._offer = AdoptionStage.NOTHING, None
 
@@ -335,7 +335,7 @@ class SnapshotReceiver:
 
     def checkpoint_durable(self, header: CheckpointHeader) -> None:
         self.stage = AdoptionStage.NOTHING
-        self.state.checkpoints.wanted = False
+        self.state.checkpoints.is_requested = False
         self.call_failures.checkpoint_adopted(header.sequence_id)
         self.state.report(notices.CheckpointAdopted(header.checkpoint_id, header.sequence_id, header.size_bytes))
 

@@ -71,7 +71,7 @@ class LogRequests:
     """Requests to the log without an answer yet. ``silent_since_ns``: when the log last failed to answer; None while it
     answers."""
 
-    __slots__ = ("_again", "_pause_ns", "_state", "_unknown", "_writes", "due_ns", "silent_since_ns")
+    __slots__ = ("_pause_ns", "_state", "_to_repeat", "_unknown", "_writes", "due_ns", "silent_since_ns")
 
     def __init__(self, state: CoreState) -> None:
         self.silent_since_ns: int | None = None
@@ -79,7 +79,7 @@ class LogRequests:
         self._state = state
         self._writes: deque[Write] = deque()  # unanswered, in order
         self._unknown = False  # it is unknown whether the first of them was done
-        self._again: list[Read] = []  # reads to repeat
+        self._to_repeat: list[Read] = []  # reads to repeat
         self._pause_ns = state.limits.log_retry_ns_min
 
     def write(self, write: Write) -> None:
@@ -96,7 +96,7 @@ class LogRequests:
 
     def read_done(self) -> None:
         """Note that a read was answered; it may end the log's silence."""
-        if self.silent_since_ns is not None and not self._unknown and not self._again:
+        if self.silent_since_ns is not None and not self._unknown and not self._to_repeat:
             self._log_answered(self.silent_since_ns)
 
     def request_failed(self, event: LogFailed) -> None:
@@ -104,9 +104,9 @@ class LogRequests:
         state, now_ns, request = self._state, self._state.now_ns, event.request
         if isinstance(request, Write):
             require(bool(self._writes) and request is self._writes[0], "a write is answered out of its turn")
-            self._unknown = state.log.held = True
+            self._unknown = state.log.is_held = True
         elif request is not None and not isinstance(request, ReadTail):
-            self._again.append(request)
+            self._to_repeat.append(request)
         if self.silent_since_ns is None:
             self.silent_since_ns = now_ns
             state.report(notices.LogSilent(problem=str(event.error)))
@@ -121,15 +121,15 @@ class LogRequests:
         self.due_ns = None
         if self._unknown:
             self._state.effects.append(ReadTail())
-        again, self._again = self._again, []
+        again, self._to_repeat = self._to_repeat, []
         self._state.effects.extend(again)
 
     def resolve_writes(self, event: TailRead) -> Sequence[Write]:
         """Return the writes that are durable, now that the log has said where it ends. Write the others again."""
         if not self._unknown:
             return ()
-        self._unknown = self._state.log.held = False
-        last = max([n for n, write in enumerate(self._writes) if _is_there(write, event)], default=-1)
+        self._unknown = self._state.log.is_held = False
+        last = max([n for n, write in enumerate(self._writes) if _has_write(write, event)], default=-1)
         durable = [self._writes[index] for index in range(last + 1)]
         for write in list(self._writes)[last + 1 :]:
             self._state.effects.append(write)
@@ -142,7 +142,7 @@ class LogRequests:
         self._state.report(notices.LogAnswers(silent_s=silent_s))
 
 
-def _is_there(write: Write, tail: TailRead) -> bool:
+def _has_write(write: Write, tail: TailRead) -> bool:
     """Return True if the log has this append. Raises InvariantError if its records contradict that."""
     if not isinstance(write, Commit):
         return False  # a chunk is in the log if an append after it is

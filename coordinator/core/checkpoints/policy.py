@@ -23,7 +23,7 @@ class CheckpointPolicy:
         self._logged_bytes_at_last = 0
         self.last: CheckpointHeader | None = None
         self.last_failed_ns = 0  # when the app last failed to give one
-        self.wanted = False  # the app or the operator has asked for one
+        self.is_requested = False  # the app or the operator has asked for one
         self.settled = True  # no header waits to become durable: the log takes one blob at a time
         self.chunks_pending_bytes = 0  # handed to the disk, not written yet
 
@@ -45,11 +45,11 @@ class CheckpointPolicy:
             and self.last is not None
             and now_ns - max(self.last.time_ns, self.last_failed_ns) >= limits.checkpoint_age_ns
         )
-        return self.wanted or grown_bytes >= limits.checkpoint_trigger_bytes or (too_old and grown_bytes > 0)
+        return self.is_requested or grown_bytes >= limits.checkpoint_trigger_bytes or (too_old and grown_bytes > 0)
 
     def checkpoint_began(self, logged_bytes: int) -> None:
         """Restart the count: the app was asked for a checkpoint, or its state is that of one."""
-        self.wanted = False
+        self.is_requested = False
         self._logged_bytes_at_last = logged_bytes
 
     def next_id(self) -> int:
@@ -179,7 +179,7 @@ class Recovery:
         self._next_chunk_index = self._read_bytes = 0
         return header, summary
 
-    def choose_another(self, checkpoint_id: int) -> CheckCheckpoint | None:
+    def choose_previous(self, checkpoint_id: int) -> CheckCheckpoint | None:
         """Choose the checkpoint before the damaged one. Raises LogError if none is left."""
         self._damaged.add(checkpoint_id)
         return self.choose(self._summary) if self._summary is not None else None

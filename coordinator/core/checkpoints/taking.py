@@ -47,7 +47,7 @@ class CheckpointTaker:
         if shutdown.is_feeding_stopped or self.snapshot_sender.expects_blob:  # an app gives one at a time
             return
         is_apps = shutdown.is_requested or self.lifecycle.proof is BEHIND
-        snapshot_receiver, wanted = self.snapshot_receiver, checkpoints.wanted
+        snapshot_receiver, wanted = self.snapshot_receiver, checkpoints.is_requested
         if snapshot_receiver.is_awaited and not is_apps:
             return
         logged_bytes = state.log.logged_bytes

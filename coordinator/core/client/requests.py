@@ -161,13 +161,13 @@ class Clients:
         except ProtocolError as error:
             self.answers.refuse(token, frame, ClientCode.MALFORMED, str(error))
             return True
-        others: list[Reply] = []
+        conflicts: list[Reply] = []
         for number, identity in enumerate(identities, frame.number):
             known = client.identity(number)
-            if known and known != identity and len(others) < CONFLICTS_REPORTED_MAX:
-                others.append(self._conflict(frame.client_id, number, known, self._call_text(identity)))
-        self.answers.send_replies(token, frame, client, others)
-        return len(others) > 0
+            if known and known != identity and len(conflicts) < CONFLICTS_REPORTED_MAX:
+                conflicts.append(self._conflict(frame.client_id, number, known, self._call_text(identity)))
+        self.answers.send_replies(token, frame, client, conflicts)
+        return len(conflicts) > 0
 
     def _refuse_conflicting_ping(self, token: Token, frame: ClientFrame, client: Client) -> bool:
         """Refuse a PING about a number that is known for another method. Its reason names the method, if any."""
@@ -253,7 +253,7 @@ class Clients:
         limits, table = self.state.limits, self.table
         released = max(client.released, min(frame.acknowledged, client.number))
         return (
-            bool(self.state.log_capacity.full)
+            bool(self.state.log_capacity.full_reason)
             or table.open_count >= limits.requests_open_max
             or self._undurable_bytes >= limits.log_pending_bytes
             or frame.number + frame.count - 1 - released > limits.client_span_max

@@ -289,7 +289,7 @@ class CallFailures:
         """Return True if too many verdicts are kept. Then a checkpoint is requested, and no more calls that could be
         refused are accepted before it."""
         full = self.verdicts.count >= self.state.limits.verdicts_max
-        self.state.checkpoints.wanted = self.state.checkpoints.wanted or full
+        self.state.checkpoints.is_requested = self.state.checkpoints.is_requested or full
         return full
 
     def refuse(

@@ -105,8 +105,8 @@ class OperatorActions:
         """Return the letter's call as an impulse. Raises _RefusedError, RemoteProtocolError."""
         if letter is None or key not in self.call_failures.verdicts.letters:
             raise _RefusedError("there is no such letter")
-        if self.state.log_capacity.full:
-            raise _RefusedError(self.state.log_capacity.full)
+        if self.state.log_capacity.full_reason:
+            raise _RefusedError(self.state.log_capacity.full_reason)
         message = letter.verdict.message
         if not message:
             raise _RefusedError("its message was too large to be kept")

@@ -116,7 +116,7 @@ class UnsavedState:
     def request_take_back(self, verdict: Verdict, operator: str, token: object) -> None:
         """Ask the app, on an operator's request, for a checkpoint without that message."""
         self._requests[verdict.key] = TakeBackRequest(verdict, operator, token)
-        self.state.checkpoints.wanted = True
+        self.state.checkpoints.is_requested = True
 
     @property
     def has_requests(self) -> bool:
@@ -133,7 +133,7 @@ class UnsavedState:
         """Answer operators that the checkpoint failed without those messages too. If another message is the cause, the
         requests stay until it is skipped as well."""
         if not all(request.is_sent for request in self._requests.values()):  # with the next one
-            self.state.checkpoints.wanted = True
+            self.state.checkpoints.is_requested = True
             return
         key = unsaved.sequence_id, unsaved.message_index, 0, 0
         another = unsaved.sequence_id >= 0 and key not in self._requests and not unsaved.why

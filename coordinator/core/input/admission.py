@@ -118,11 +118,11 @@ class Admission:
     def _describe_nested(self, calls: bytes, start: int, caller: str) -> tuple[str, str]:
         """Return the method of the RPC whose data begins at ``start``, and why it is refused."""
         method = self.permissions.name_of(decode_zigzag_int(calls, start + 1)[0])
-        what = f"a call of {method}" if calls[start] == RpcKind.CALL else "an answer"
-        return method, f"{self.format_nesting_refusal(what)} (from {caller or self._state.name!r})"
+        subject = f"a call of {method}" if calls[start] == RpcKind.CALL else "an answer"
+        return method, f"{self.format_nesting_refusal(subject)} (from {caller or self._state.name!r})"
 
-    def format_nesting_refusal(self, what: str) -> str:
-        return f"{what} is nested more than {self._state.limits.nesting_max} levels deep (nesting_max)"
+    def format_nesting_refusal(self, subject: str) -> str:
+        return f"{subject} is nested more than {self._state.limits.nesting_max} levels deep (nesting_max)"
 
     def is_nested(self, arguments: bytes) -> bool:
         """Return True if the arguments of a query are nested too deeply."""

@@ -257,7 +257,7 @@ class AppInbox:
     @property
     def _impulses_wait(self) -> bool:
         """True if impulses must wait for room in the log, or for the upgrade to be durable."""
-        return bool(self._state.log_capacity.full) or self._state.session.phase not in SENDS_IMPULSES
+        return bool(self._state.log_capacity.full_reason) or self._state.session.phase not in SENDS_IMPULSES
 
     def _attach(self, message: Message) -> None:
         destination = decode_attach_to(message.data)
@@ -283,7 +283,7 @@ class AppInbox:
         session.initial_message = message.data
 
     def _checkpoint_wanted(self, message: Message) -> None:
-        self._state.checkpoints.wanted = True
+        self._state.checkpoints.is_requested = True
 
     def refuse(self, error: RemoteProtocolError) -> None:
         """Close the connection of an app that broke the protocol; its successor recovers."""

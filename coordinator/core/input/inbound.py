@@ -218,8 +218,8 @@ class Inbound:
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
-    def _not_ready(self, why: str = "") -> _Reply:
-        return _refuse(RefusedCode.NOT_READY, why or f"{self._state.name!r} has not completed its first start")
+    def _not_ready(self, reason: str = "") -> _Reply:
+        return _refuse(RefusedCode.NOT_READY, reason or f"{self._state.name!r} has not completed its first start")
 
     def _too_many(self, stream: InputStream, count: int) -> _Reply:
         return self._beyond_window(stream, f"{count} frames wait to be acknowledged")
@@ -268,7 +268,7 @@ PAUSE_TIMES = 4
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class _Long:
+class _LargeBatch:
     """Batch of more than ``turn_bytes`` that is on its way to the disk."""
 
     sender: str
@@ -287,7 +287,7 @@ class FairTurns:
     _waiting_bytes: dict[str, int] = field(default_factory=dict)  # by sender
     _last: tuple[str, int] = ("", 0)  # the last sender, and when it sent
     _last_other: tuple[str, int] = ("", 0)  # the last different sender before it
-    _long: _Long | None = None
+    _large_batch: _LargeBatch | None = None
     _pause_until_ns: int = 0
 
     def note_sender(self, sender: str, now_ns: int) -> None:
@@ -313,9 +313,9 @@ class FairTurns:
             return True
         if pending:
             return False
-        return self._long is None and not self.pauses(now_ns)
+        return self._large_batch is None and not self.is_paused(now_ns)
 
-    def pauses(self, now_ns: int) -> bool:
+    def is_paused(self, now_ns: int) -> bool:
         """Return True while batches larger than a turn must wait."""
         return 0 < self._pause_until_ns - now_ns <= self.limits.turn_pause_ns_max  # otherwise the clock has jumped
 
@@ -368,18 +368,18 @@ class FairTurns:
     def note_logged_batch(self, sender: str, size_bytes: int, ticket: int, now_ns: int) -> None:
         """Note that a batch goes into the log with the commit ``ticket``."""
         if size_bytes > self.limits.turn_bytes:
-            self._long = _Long(sender, ticket, now_ns)
+            self._large_batch = _LargeBatch(sender, ticket, now_ns)
 
     def committed(self, ticket: int, now_ns: int) -> None:
         """Note that all commits up to ``ticket`` are durable."""
-        long = self._long
+        long = self._large_batch
         if long is None or ticket < long.ticket:
             return
-        self._long = None
+        self._large_batch = None
         if self._other_ns(long.sender) >= long.began_ns:
             took_ns = max(0, now_ns - long.began_ns)
             self._pause_until_ns = now_ns + min(PAUSE_TIMES * took_ns, self.limits.turn_pause_ns_max)
 
     def due_ns(self, now_ns: int) -> int | None:
         """Return when the turns must be checked again even if nothing happens."""
-        return self._pause_until_ns if self._waiting and self.pauses(now_ns) else None
+        return self._pause_until_ns if self._waiting and self.is_paused(now_ns) else None

@@ -91,9 +91,9 @@ class InputStream:
         """Accept a sender with another log, or with an older copy of its log. Return the position to log."""
         self.reset_pending = True
         self.error = ""
-        return self._known(self.epoch)
+        return self._position_to_log(self.epoch)
 
-    def _known(self, epoch: int) -> SourcePosition:
+    def _position_to_log(self, epoch: int) -> SourcePosition:
         """Return the position to log, and note that it will be logged."""
         self._logged_epoch = -max(epoch, 1) if self.reset_pending else epoch
         return SourcePosition(self.committer_id, self._logged_epoch, self.received)
@@ -103,7 +103,7 @@ class InputStream:
 
         If a crash lost it, frames of an older epoch would be accepted again, after those of the current sender.
         """
-        return self._known(self.epoch) if self.received and 0 <= self._logged_epoch < self.epoch else None
+        return self._position_to_log(self.epoch) if self.received and 0 <= self._logged_epoch < self.epoch else None
 
     @property
     def was_reset(self) -> bool:
@@ -158,7 +158,7 @@ class InputStream:
         self.committer_id = frame.committer_id
         self.received = last_position
         self.forked = False
-        return self._known(frame.epoch)
+        return self._position_to_log(frame.epoch)
 
     def wait_for(self, last_position: int, token: object) -> None:
         """Remember to acknowledge the frame of ``token`` once ``last_position`` is durable."""
@@ -290,8 +290,8 @@ class Senders:
         if refused is None and is_hello and frame.position > stream.durable and not stream.was_reset:
             reason = formatting.describe_lost_messages(name, sender, stream.durable, frame.position)
             refused = RefusedCode.ROLLED_BACK, reason
-        if refused is None and self._state.log_capacity.full:
-            refused = RefusedCode.LOG_FULL, self._state.log_capacity.full
+        if refused is None and self._state.log_capacity.full_reason:
+            refused = RefusedCode.LOG_FULL, self._state.log_capacity.full_reason
         if refused is not None:
             self._note_refused(frame, stream, *refused, is_known=known is not None)
             return refused

@@ -212,7 +212,7 @@ class WaitingHandlers:
             self._send(event.token, None, event.task, event.retries)
 
     def order(self, event: ev.HandlerOrdered) -> None:
-        problem = self._problem() or self.state.log_capacity.full or self._paused()
+        problem = self._problem() or self.state.log_capacity.full_reason or self._paused()
         if problem:
             self._answer(event.token, {"refused": problem})
             return

@@ -171,7 +171,7 @@ class Lifecycle:
             self._load_due = True
         elif event.problem is not None:
             state.report(notices.CheckpointDamaged(event.checkpoint_id, event.problem))
-            if (check := self.recovery.choose_another(event.checkpoint_id)) is not None:
+            if (check := self.recovery.choose_previous(event.checkpoint_id)) is not None:
                 state.effects.append(check)
         elif (chosen := self.recovery.chosen(event.checkpoint_id)) is not None:
             self._restore(*chosen)
@@ -233,9 +233,9 @@ class Lifecycle:
             return "a message that it has handled is passed over by now"
         return ""
 
-    def start_over(self, why: str) -> None:
+    def start_over(self, reason: str) -> None:
         """Drop the app, whose state is no longer usable; its successor begins at a checkpoint."""
-        self.state.report(notices.FollowerBeginsAnew(problem=why))
+        self.state.report(notices.FollowerBeginsAnew(problem=reason))
         self.state.session.refused = True
         self.state.effects.append(CloseApp())
 

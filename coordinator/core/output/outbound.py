@@ -351,7 +351,7 @@ class SpillPolicy:
         size_bytes = spill.gathered_bytes
         if size_bytes < limits.spill_row_bytes or self.kept_bytes + size_bytes > limits.spill_limit_bytes:
             return
-        if self._slows_nobody(stream) and stream.spill_credit_bytes < size_bytes:
+        if self._app_can_wait(stream) and stream.spill_credit_bytes < size_bytes:
             self.waits_for_receiver = True
             return
         stream.spill_credit_bytes = 0
@@ -361,7 +361,7 @@ class SpillPolicy:
             for row in spill.store(group.ticket)
         ]
 
-    def _slows_nobody(self, stream: OutputStream) -> bool:
+    def _app_can_wait(self, stream: OutputStream) -> bool:
         """Return True if the app can wait for that receiver: it takes what it can, and no other instance is called.
 
         Spilling would only make the disk slower, for both. Earlier spilled messages continue to shrink: new ones can be

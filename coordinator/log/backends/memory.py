@@ -168,15 +168,15 @@ class MemoryPlace(Place):
         return self.open(identity.instance_name, options)
 
     def open(self, instance_name: str, options: Options) -> MemoryBackend:
-        return self._opened(instance_name, writes=True)
+        return self._open_backend(instance_name, writes=True)
 
     def open_reader(self, instance_name: str | None) -> MemoryBackend:
-        return self._opened(instance_name, writes=False)
+        return self._open_backend(instance_name, writes=False)
 
     def remove(self) -> None:
         self._logs.pop(self.location, None)
 
-    def _opened(self, instance_name: str | None, *, writes: bool) -> MemoryBackend:
+    def _open_backend(self, instance_name: str | None, *, writes: bool) -> MemoryBackend:
         if not self.exists():
             raise LogFormatError(f"there is no log {self.label} in this process")
         return MemoryBackend(self._logs[self.location], self.label, instance_name, writes=writes)

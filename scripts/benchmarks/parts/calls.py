@@ -215,7 +215,7 @@ def queries(context: Context) -> list[Figure]:
     with context.home() as home, running(register(home, {NAME: APP}, {})):
         for outstanding, what in ((1, "one call from outside at a time"), (64, "64 calls from outside outstanding")):
             turns = {
-                name: partial(_ask, home=home, outstanding=outstanding, is_query=name == QUERY)
+                name: partial(_measure_requests, home=home, outstanding=outstanding, is_query=name == QUERY)
                 for name in (LOGGED, QUERY)
             }
             results = context.compare(what, turns)
@@ -223,7 +223,7 @@ def queries(context: Context) -> list[Figure]:
     return figures
 
 
-def _ask(calls: int, home: Path, outstanding: int, *, is_query: bool) -> Measured:
+def _measure_requests(calls: int, home: Path, outstanding: int, *, is_query: bool) -> Measured:
     async def ask() -> Measured:
         async with connect(NAME, home=home) as client:
             call = client.query.same if is_query else client.echo

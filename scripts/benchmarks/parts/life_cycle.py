@@ -99,14 +99,14 @@ def _outage(context: Context) -> Figure:
             app = services["caller"].processes()[1]
             caller = Caller(IMMORTAL, {"caller's app": app}, services["caller"].check_alive)
             caller.about(CALLS_UNTIL_KILL)
-            turn = partial(_killed_in_the_middle, caller, services["callee"])
+            turn = partial(_longest_wait_ms, caller, services["callee"])
             results = context.interleave({IMMORTAL: turn}, "kill -9")
     note = "The callee is started again at once, as a supervisor would. The start of two Python processes is in it."
     name = "kill -9 of a callee with a small state, until its caller has the next answer"
     return _ms(name, results, [Target("at most", 300)], note=note)
 
 
-def _killed_in_the_middle(caller: Caller, callee: Service) -> float:
+def _longest_wait_ms(caller: Caller, callee: Service) -> float:
     """Kill the callee during calls; return the longest wait of a call in ms. The caller checks each answer."""
     before = caller.about(CALLS_UNTIL_KILL)
     # The calls are in the other thread: the callee's processes would die with the thread that started them.
@@ -215,13 +215,13 @@ def checkpoint(context: Context) -> list[Figure]:
 def _checkpoint(context: Context, app: str, size_mib: int) -> Pause:
     with context.home() as home, _holding(home, app, size_mib) as holder:
         process = holder.processes()[1]
-        _ask(process, "touch")
+        _query_app(process, "touch")
         time.sleep(WARM_UP_S)
-        _ask(process, "pauses")
+        _query_app(process, "pauses")
         time.sleep(STEADY_S)
-        steady = _ask(process, "pauses")
+        steady = _query_app(process, "pauses")
         seconds = _timed_ms(lambda: _request_checkpoint(holder)) / 1e3
-        during = _ask(process, "pauses")
+        during = _query_app(process, "pauses")
     percent = 100 * (during["calls"] / during["seconds"]) / (steady["calls"] / steady["seconds"])
     return Pause(1e3 * during["longest_s"], 1e3 * steady["longest_s"], seconds, percent)
 
@@ -231,13 +231,13 @@ def _holding(home: Path, app: str, size_mib: int) -> Iterator[Service]:
     """Run a service with a state of that size."""
     services = register(home, {"holder": f"scripts.benchmarks.apps:{app}"}, {})
     with running(services):
-        said = _ask(services["holder"].processes()[1], f"fill {size_mib}")
+        said = _query_app(services["holder"].processes()[1], f"fill {size_mib}")
         if said != {"entries": size_mib << 10}:
             raise BenchError(f"the holder said {said}")
         yield services["holder"]
 
 
-def _ask(app: Popen[str], line: str) -> dict[str, Any]:
+def _query_app(app: Popen[str], line: str) -> dict[str, Any]:
     write_line(app, line)
     return dict(json.loads(read_line(app, "the app")))
 
@@ -353,7 +353,7 @@ def _waiting(context: Context) -> list[Figure]:
             with running(services):
                 context.progress(what)
                 app = services["caller"].processes()[1]
-                said = _ask(app, str(number))
+                said = _query_app(app, str(number))
                 if said != {"held": number}:
                     raise BenchError(f"{number} handlers were to wait, the app said {said}")
                 caller = Caller(IMMORTAL, processes_of(services), services["caller"].check_alive)

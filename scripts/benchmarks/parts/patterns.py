@@ -46,7 +46,7 @@ def _side(pids: Sequence[int], ask: Callable[[], int]) -> Side:
     return run
 
 
-def _one_by_one(pids: Sequence[int], request: Callable[[bytes], bytes]) -> Side:
+def _sequential(pids: Sequence[int], request: Callable[[bytes], bytes]) -> Side:
     def ask() -> int:
         if (reply := request(BODY)) != BODY:
             raise BenchError(f"a wrong reply: {reply!r}")
@@ -55,7 +55,7 @@ def _one_by_one(pids: Sequence[int], request: Callable[[bytes], bytes]) -> Side:
     return _side(pids, ask)
 
 
-def _together(stack: ExitStack, pids: Sequence[int], connector: Any, request: Callable[[Any], Any]) -> Side:
+def _concurrent(stack: ExitStack, pids: Sequence[int], connector: Any, request: Callable[[Any], Any]) -> Side:
     """Return requests that are awaited together, at a pool of several servers; bare sockets can't do that."""
     runner, pool = stack.enter_context(_entered(connector))
 
@@ -110,14 +110,16 @@ def pirate(context: Context) -> list[Figure]:
         for name, kind in KINDS.items():
             endpoints, server_pids = _servers(stack, kind, home, 1)
             if name == BARE:
-                one[name] = _one_by_one(server_pids, _bare_request(stack, endpoints[0]))
+                one[name] = _sequential(server_pids, _bare_request(stack, endpoints[0]))
                 continue
-            one[name] = _one_by_one(server_pids, stack.enter_context(connect_pirate(endpoints)).request)
+            one[name] = _sequential(server_pids, stack.enter_context(connect_pirate(endpoints)).request)
             endpoints, server_pids = _servers(stack, kind, home, SERVERS)
-            many[name] = _together(stack, server_pids, connect_pirate(endpoints), lambda pool: pool.request(BODY))
-        one[PEERS] = _one_by_one(pids[0], stack.enter_context(connect_instances(Callee, ["echo-0"], home=home)).echo)
+            many[name] = _concurrent(stack, server_pids, connect_pirate(endpoints), lambda pool: pool.request(BODY))
+        one[PEERS] = _sequential(pids[0], stack.enter_context(connect_instances(Callee, ["echo-0"], home=home)).echo)
         all_peers = connect_instances(Callee, "echo-*", home=home)
-        many[PEERS] = _together(stack, [one for some in pids for one in some], all_peers, lambda pool: pool.echo(BODY))
+        many[PEERS] = _concurrent(
+            stack, [one for some in pids for one in some], all_peers, lambda pool: pool.echo(BODY)
+        )
         for what, sides in (
             ("one request at a time", one),
             (f"{AT_A_TIME} requests at a time, {SERVERS} servers", many),

@@ -30,7 +30,7 @@ STREAM_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_messa
 
 def _handlers(echo: Callable[[bytes, Any], Any]) -> Any:
     """Return handlers of plain bytes, without protobuf, which would only cost time."""
-    methods = {ECHO: grpc.unary_unary_rpc_method_handler(echo), TAKE: grpc.stream_unary_rpc_method_handler(_take)}
+    methods = {ECHO: grpc.unary_unary_rpc_method_handler(echo), TAKE: grpc.stream_unary_rpc_method_handler(_receive)}
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
@@ -42,7 +42,7 @@ async def _echo_async(request: bytes, context: Any) -> bytes:
     return request
 
 
-def _take(requests: Iterator[bytes], context: Any) -> bytes:
+def _receive(requests: Iterator[bytes], context: Any) -> bytes:
     calls = received_bytes = 0
     for data in requests:
         calls += 1

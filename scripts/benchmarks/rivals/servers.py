@@ -68,19 +68,19 @@ class Restate:
 
     def register(self, uri: str) -> None:
         """Register the service at ``uri``. Raises BenchError."""
-        status, answer = self._ask(self.admin, "POST", "/deployments", json.dumps({"uri": uri}))
+        status, answer = self._request(self.admin, "POST", "/deployments", json.dumps({"uri": uri}))
         if status != HTTPStatus.CREATED:
             raise BenchError(f"Restate did not take the service: {answer[:500]!r}")
 
     def is_ready(self) -> bool:
         try:
             health = (self.admin, "/health"), (self.ingress, "/restate/health")
-            return all(self._ask(path, "GET", url)[0] == HTTPStatus.OK for path, url in health)
+            return all(self._request(path, "GET", url)[0] == HTTPStatus.OK for path, url in health)
         except OSError:
             return False
 
     @staticmethod
-    def _ask(path: Path, method: str, url: str, body: str | None = None) -> tuple[int, bytes]:
+    def _request(path: Path, method: str, url: str, body: str | None = None) -> tuple[int, bytes]:
         connection = HTTPConnection("local", timeout=START_TIMEOUT_S)
         with contextlib.closing(connection), socket.socket(socket.AF_UNIX) as connection.sock:
             connection.sock.settimeout(START_TIMEOUT_S)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
-from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFormatError
+from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogUnavailableError
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.log.backend import Finding, Mac, Options, Place, ReadBackend, Row, Severity, View
 from immortal.coordinator.log.backends.lmdb.environment import (
@@ -180,6 +180,8 @@ class LmdbPlace(Place):
         return self.scheme, os.path.realpath(self._folder)
 
     def exists(self) -> bool:
+        if self._folder.is_file():
+            raise LogFormatError(f"{self._folder} is a file: the folder of a log was expected")
         return log_exists(self._folder)
 
     def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> LmdbBackend:
@@ -228,7 +230,7 @@ class LmdbPlace(Place):
     def remove(self) -> None:
         remove_log(self._folder)
 
-    def make_private(self) -> str | None:
+    def restrict_access(self) -> str | None:
         return restrict_log_modes(self._folder)
 
     def lock(self) -> Callable[[], None]:
@@ -243,6 +245,8 @@ class LmdbPlace(Place):
         path = folder / DATA_FILE_NAME
         try:
             check_data_file(path)
+        except LogUnavailableError:
+            raise
         except LogError as error:
             yield Finding(Severity.FATAL, "file", str(error))
             return

@@ -118,10 +118,10 @@ def readers_full_error(folder: Path, holders: str) -> LogUnavailableError:
 
 
 def unavailable_error(folder: Path, error: lmdb.Error | OSError) -> LogUnavailableError | None:
-    """Return the error for a temporary failure, which is no fault of the log. None: the failure is permanent."""
+    """Return the error for a failure that is temporary, or no fault of the log. None: it is permanent."""
     if isinstance(error, lmdb.TlsFullError | lmdb.MemoryError) or _code_of(error) in _TEMPORARY:
         return LogUnavailableError(f"the log in {folder} can't be opened for now: {error}; end what is not needed")
-    return None
+    return files.no_access_error(folder, error)
 
 
 def unreadable(folder: Path, error: lmdb.Error | struct.error, environment: lmdb.Environment) -> LogError:

@@ -23,7 +23,13 @@ from typing import Any, BinaryIO
 
 from msgspec import Struct
 
-from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogLockedError
+from immortal.coordinator.core.errors import (
+    DamagedLogError,
+    LogError,
+    LogFormatError,
+    LogLockedError,
+    LogUnavailableError,
+)
 from immortal.coordinator.log.backend import Mac, View
 from immortal.coordinator.log.backends.lmdb.pages import META, PAGE_HEADER_SIZE_BYTES, decode_meta
 from immortal.coordinator.log.format import MAC_SIZE_BYTES, SEQUENCE_KEY
@@ -51,6 +57,14 @@ def log_exists(folder: str | os.PathLike[str]) -> bool:
         return path.exists() and not _is_unfinished(path)
     except OSError:  # opening it reports the error
         return True
+
+
+def no_access_error(folder: Path, error: Exception) -> LogUnavailableError | None:
+    """Return the error for a log that this user may not read, which is no damage; None if ``error`` is another one."""
+    if isinstance(error, PermissionError) or getattr(error, "code", 0) in (errno.EACCES, errno.EPERM):
+        who = f"user {os.geteuid()} may not use the log in {folder}"
+        return LogUnavailableError(f"{who}: {error}; be the user whose instance it is, or see its modes")
+    return None
 
 
 def _is_unfinished(path: Path) -> bool:
@@ -118,7 +132,7 @@ def _needed_size_bytes(path: Path) -> int:
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise LogFormatError(f"there is no log in {path.parent}") from None
-        raise LogError(f"{path} cannot be read: {error}") from error
+        raise no_access_error(path.parent, error) or LogError(f"{path} cannot be read: {error}") from error
     metas = [decode_meta(page[PAGE_HEADER_SIZE_BYTES:]) for page in pages if len(page) == _META_SIZE_BYTES]
     for meta in metas:
         if meta.magic != _MAGIC:

@@ -240,7 +240,7 @@ class JournalReader:
             data = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
             packed = decode_entry(data, self._seed, self._next)
             if packed is None:
-                packed = self._repaired(data, may_repair)
+                packed = self._repair_entry(data, may_repair)
             if packed is None:
                 break
             rows |= {(table, key): value for table, key, value in ROWS.decode(packed)}
@@ -285,7 +285,7 @@ class JournalReader:
                 -1,
             )
 
-    def _repaired(self, data: bytes, may_repair: Callable[[], bool]) -> bytes | None:
+    def _repair_entry(self, data: bytes, may_repair: Callable[[], bool]) -> bytes | None:
         """Return the rows of an entry that differs by one bit from the expected entry; None if it does not."""
         if len(data) < HEADER_SIZE_BYTES:
             return None

@@ -87,13 +87,13 @@ class OverlaidView(LmdbView):
         over = rows_of_table(self._rows, table)
         over = over[bisect_left(over, first, key=_key_of) :]
         under = super().scan(table, first)
-        return _ascending(under, over) if over else under
+        return _merge_ascending(under, over) if over else under
 
     def scan_back(self, table: str, last: bytes | None = None) -> Rows:
         over = rows_of_table(self._rows, table)
         over = over if last is None else over[: bisect_right(over, last, key=_key_of)]
         under = super().scan_back(table, last)
-        return _descending(under, over) if over else under
+        return _merge_descending(under, over) if over else under
 
     def size(self, table: str) -> TableSize:
         """Estimate a table's size. Rows in both the table and the journal count twice."""
@@ -101,7 +101,7 @@ class OverlaidView(LmdbView):
         return TableSize(size_bytes, rows_count + len(rows_of_table(self._rows, table)))
 
 
-def _ascending(under: Rows, over: list[tuple[bytes, Readable]]) -> Rows:
+def _merge_ascending(under: Rows, over: list[tuple[bytes, Readable]]) -> Rows:
     rows = iter(over)
     next_key, next_value = next(rows)
     left = True
@@ -118,7 +118,7 @@ def _ascending(under: Rows, over: list[tuple[bytes, Readable]]) -> Rows:
         yield from rows
 
 
-def _descending(under: Rows, over: list[tuple[bytes, Readable]]) -> Rows:
+def _merge_descending(under: Rows, over: list[tuple[bytes, Readable]]) -> Rows:
     for key_view, value in under:
         key = bytes(key_view)
         while over and over[-1][0] > key:

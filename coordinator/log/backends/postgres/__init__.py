@@ -24,7 +24,13 @@ from immortal.coordinator.log.backend import Append, Mac, Options, Place, ReadBa
 from immortal.coordinator.log.backends.postgres import connections as leases
 from immortal.coordinator.log.backends.postgres import schema
 from immortal.coordinator.log.backends.postgres.chunks import remove_objects
-from immortal.coordinator.log.backends.postgres.connections import Address, Connection, Connections, connect, reaching
+from immortal.coordinator.log.backends.postgres.connections import (
+    Address,
+    Connection,
+    Connections,
+    connect,
+    translated_errors,
+)
 from immortal.coordinator.log.backends.postgres.durability import Durability
 from immortal.coordinator.log.backends.postgres.standby import PostgresStandby, PostgresWatching
 from immortal.coordinator.log.backends.postgres.statements import change, write_copy
@@ -109,7 +115,7 @@ class PostgresPlace(Place):
     def _making(self, options: Options) -> Iterator[Connection]:
         """Create a log, which exists once the body has filled it. Raises LogFormatError, LogError."""
         address, instance = self._address, self._address.named
-        with reaching(address), connect(address) as connection:
+        with translated_errors(address), connect(address) as connection:
             if schema.version_of(connection) != schema.VERSION:
                 schema.migrate(connection, address.label)
             if not options.allow_data_loss:

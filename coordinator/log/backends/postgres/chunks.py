@@ -122,7 +122,7 @@ class ChunkUploads:
             try:
                 _folder(url, instance)
             except StoreError as error:
-                self._say(error)
+                self._note_problem(error)
 
     def redirect_chunks(self, append: Append, epoch: int) -> Append:
         """Return ``append`` with pointers in place of the chunks that go to the store."""
@@ -143,7 +143,7 @@ class ChunkUploads:
         checkpoint_id, index = CHUNK_KEY.unpack(key)
         if index == 0:
             self._uploads = []  # the earlier checkpoint is complete or was abandoned
-        if len(value) < OBJECT_SIZE_BYTES_MIN or self._is_away():
+        if len(value) < OBJECT_SIZE_BYTES_MIN or self._is_store_failing():
             return row
         name = f"{checkpoint_id:020}-{index:08}-e{epoch}-{secrets.token_hex(8)}"
         upload = _Upload(bytes(key), bytes(value), self._pool.submit(self._send, name, bytes(value)))
@@ -151,7 +151,7 @@ class ChunkUploads:
         self._uploads.append(upload)
         return ELSEWHERE, key, _encode(Pointer(self._url, self._instance, name, len(value)))
 
-    def _is_away(self) -> bool:
+    def _is_store_failing(self) -> bool:
         """Return True if the store has failed to accept a chunk. Wait for an answer first if many are in flight."""
         waiting = [one for one in self._uploads if not one.done.done()]
         if len(waiting) >= UPLOADS_MAX:
@@ -166,12 +166,12 @@ class ChunkUploads:
         own = [one for one in self._uploads if CHUNK_KEY.unpack(one.key)[0] == checkpoint_id]
         failed = [(one, error) for one in own if (error := one.error()) is not None]
         if failed:
-            self._say(failed[0][1])
+            self._note_problem(failed[0][1])
         elif own:
             self.problem = ""
         return [one for one, _ in failed]
 
-    def _say(self, error: BaseException) -> None:
+    def _note_problem(self, error: BaseException) -> None:
         self.problem = f"checkpoints go into the database, in place of {self._url}: {error}"
 
     def remove(self, pointers: Collection[Pointer]) -> None:

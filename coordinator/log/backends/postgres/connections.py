@@ -80,7 +80,7 @@ def connect(address: Address) -> Connection:
     Raises LogUnavailableError, LogError.
     """
     given = writer_parameters(conninfo.conninfo_to_dict(address.database), f"immortal {address.instance or ''}".strip())
-    with reaching(address):
+    with translated_errors(address):
         connection: Connection = psycopg.connect(**given)
         try:
             if connection.info.server_version < VERSION_MIN:
@@ -100,7 +100,7 @@ def is_broken(connection: Connection) -> bool:
 
 
 @contextlib.contextmanager
-def reaching(address: Address) -> Iterator[None]:
+def translated_errors(address: Address) -> Iterator[None]:
     """Translate the database's errors: temporary ones into LogUnavailableError, others into LogFullError, LogError."""
     try:
         yield
@@ -136,7 +136,7 @@ class Connections:
         except IndexError:
             connection = connect(self._address)
         try:
-            with reaching(self._address):
+            with translated_errors(self._address):
                 yield connection
         except BaseException:
             connection.close()
@@ -327,7 +327,7 @@ class Lease:
         connection: Connection | None = None
         while not self._ended.wait(self._length_s / RENEWALS):
             # A failed renewal is repeated next time, or the lease runs out: no append depends on it.
-            with contextlib.suppress(LogError), reaching(self._address):
+            with contextlib.suppress(LogError), translated_errors(self._address):
                 if connection is None or is_broken(connection):
                     connection = connect(self._address)
                     connection.execute("SET synchronous_commit = off")  # nothing of value can be lost

@@ -24,7 +24,7 @@ from immortal.coordinator.log.backends.postgres.connections import (
     Connection,
     forget_rows,
     head_count,
-    reaching,
+    translated_errors,
 )
 
 REQUESTS_TABLE = "durability"
@@ -97,7 +97,7 @@ class DurabilityGuard:
     def recheck(self, connection: Connection) -> None:
         """Check the settings again on the connection for appends. Raises LogUnavailableError."""
         if not self._allow_data_loss:
-            with reaching(self._address):
+            with translated_errors(self._address):
                 Durability.read(connection).check_again(self._label, self._standbys_count)
 
     def check_after_commit(self, settings: str) -> None:
@@ -138,7 +138,7 @@ class DurabilityGuard:
         try:
             yield
         except LogLostError as error:
-            with contextlib.suppress(LogError), reaching(self._address), connection.transaction():
+            with contextlib.suppress(LogError), translated_errors(self._address), connection.transaction():
                 connection.execute("SET LOCAL synchronous_commit = local")  # such a server may have no standby
                 _note(connection, self._instance, _LOST, str(error))
             raise

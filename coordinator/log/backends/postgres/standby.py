@@ -21,7 +21,13 @@ from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log.backend import Append, EndpointWatch, Row, StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.backends.postgres import connections as leases
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads
-from immortal.coordinator.log.backends.postgres.connections import Address, Connection, Connections, connect, reaching
+from immortal.coordinator.log.backends.postgres.connections import (
+    Address,
+    Connection,
+    Connections,
+    connect,
+    translated_errors,
+)
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 
 REQUESTS_TABLE = "standby_checkpoints"
@@ -125,7 +131,7 @@ class LeaseListener:
 
     def _run(self) -> None:
         while not self._is_closed:
-            with contextlib.suppress(LogError), reaching(self._address), connect(self._address) as connection:
+            with contextlib.suppress(LogError), translated_errors(self._address), connect(self._address) as connection:
                 self._listen(connection)
             if not self._is_closed and select.select([self._wake], [], [], RETRY_INTERVAL_S)[0]:
                 os.eventfd_read(self._wake)  # else each later attempt would follow at once

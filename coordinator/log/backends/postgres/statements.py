@@ -172,12 +172,12 @@ class Sender:
                 self._results.append(self._result)
                 self._result = None
                 if len(self._results) > self._reads_settings:
-                    return self._answered()
+                    return self._parse_answer()
             elif self._result is None or result.status == pq.ExecStatus.FATAL_ERROR:
                 self._result = result
         return None
 
-    def _answered(self) -> Answer:
+    def _parse_answer(self) -> Answer:
         results, self._results = self._results, []
         self._unanswered_count -= 1
         if not self._unanswered_count:

@@ -73,7 +73,7 @@ class PostgresView(View):
         if table == RECORDS:
             yield from self._scan_records(_sequence_id(first))
         elif table == CHUNKS:
-            yield from self._with_those_elsewhere(self._scan(CHUNKS, first), self._scan(ELSEWHERE, first))
+            yield from self._merge_stored(self._scan(CHUNKS, first), self._scan(ELSEWHERE, first))
         else:
             yield from self._scan(table, first)
 
@@ -92,7 +92,7 @@ class PostgresView(View):
             yield from self._scan_records_back(SEQUENCE_ID_MAX if last is None else _sequence_id(last))
         elif table == CHUNKS:
             rows, elsewhere = self._scan_back(CHUNKS, last), self._scan_back(ELSEWHERE, last)
-            yield from self._with_those_elsewhere(rows, elsewhere, back=True)
+            yield from self._merge_stored(rows, elsewhere, back=True)
         else:
             yield from self._scan_back(table, last)
 
@@ -106,7 +106,7 @@ class PostgresView(View):
             bound, key = "key < %(key)s", rows[-1][0]
             limit = _limit_after(rows)
 
-    def _with_those_elsewhere(
+    def _merge_stored(
         self, rows: Iterable[tuple[bytes, bytes]], elsewhere: Iterable[tuple[bytes, bytes]], *, back: bool = False
     ) -> Iterator[tuple[bytes, bytes]]:
         both = heapq.merge(

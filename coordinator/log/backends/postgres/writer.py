@@ -42,7 +42,7 @@ from immortal.coordinator.log.backends.postgres.connections import (
     Connections,
     connect,
     is_broken,
-    reaching,
+    translated_errors,
 )
 from immortal.coordinator.log.backends.postgres.durability import DurabilityGuard
 from immortal.coordinator.log.backends.postgres.statements import CHANGE, Answer, Sender, statements
@@ -96,7 +96,7 @@ class PostgresBackend(Backend):
         self._has_objects = bool(options.checkpoints_to)
         self._connection = self._connected()
         try:
-            with reaching(address):
+            with translated_errors(address):
                 self._guard.check_connection(self._connection)
                 self._sender = self._create_sender()
                 with viewing(self._readers, self._instance) as view:
@@ -125,7 +125,7 @@ class PostgresBackend(Backend):
         with contextlib.suppress(psycopg.Error):
             self._connection.close()
         self._connection = self._connected()
-        with reaching(self._address):
+        with translated_errors(self._address):
             self._sender = self._create_sender()
 
     def _handle_notice(self, notice: psycopg.errors.Diagnostic) -> None:
@@ -287,7 +287,7 @@ class PostgresBackend(Backend):
     def _open(self) -> Iterator[None]:
         """Translate errors. LogUnavailableError leaves appends in flight unresolved, other errors drop them."""
         try:
-            with reaching(self._address):
+            with translated_errors(self._address):
                 yield
         except LogUnavailableError:
             self._outcome_unknown = True
@@ -335,7 +335,7 @@ class PostgresBackend(Backend):
             self._guard.recheck(self._connection)
             with (
                 self._guard.record_data_loss(self._connection),
-                reaching(self._address),
+                translated_errors(self._address),
                 self._connection.transaction(),
             ):
                 # Waits for an append that the server still works on; a later one comes before this, or finds another
@@ -432,7 +432,7 @@ class PostgresBackend(Backend):
         if self._is_released or isinstance(self.failure, FencedError):
             return
         self._is_released = True
-        with contextlib.suppress(LogError), self._lock, reaching(self._address):
+        with contextlib.suppress(LogError), self._lock, translated_errors(self._address):
             if is_broken(self._connection) or self._in_flight:
                 self._reconnect()
             self._lease.release(self._connection, self.successor)
