@@ -139,7 +139,11 @@ def _named(rpc: IncomingRpc, name: str) -> dict[str, Any]:
         if not isinstance(values, list):
             return {"method": name}
         decoded = {key: to_json(tree(value)) for key, value in _parts(rpc, values, name).items()}
-        return {"method": name, "in_words": CallText.from_rpc(rpc, is_msgpack=True, name=name).with_method(name), **decoded}
+        return {
+            "method": name,
+            "in_words": CallText.from_rpc(rpc, is_msgpack=True, name=name).with_method(name),
+            **decoded,
+        }
     except decoding.DecodeError:  # not a call that the SDK made
         return {"method": name}
 

@@ -408,7 +408,7 @@ def class_paths(app: str) -> list[tuple[list[str], list[str]]]:
     """Return of the class ``app`` and of its nodes' classes the names, and what rules of redaction can name in it:
     "pay.card", "pay.return", "items". Raises ReplayError.
     """
-    return [tuple(one) for one in _inspect("paths", app, what="the class")]
+    return [tuple(one) for one in _inspect("paths", app, subject="the class")]
 
 
 def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str, Any]]:

@@ -42,7 +42,8 @@ class RunOptions:
     is large. ``effects``: functions to replace and their replacements, as "module:function". ``timings``: folder for
     the times of handlers, and a limit in bytes; None: no times. ``debugpy``: port at which its clients attach.
     ``executions``: file for their list, and its days (0: no limit); None: no list. ``shard``: of a keyed class, which
-    one it is, of how many, from 1, and how many there were before; None: as in its state. ``handler_limit_s``: in place of the class's own limit."""
+    one it is, of how many, from 1, and how many there were before; None: as in its state. ``handler_limit_s``: in place
+    of the class's own limit."""
 
     strict: bool = False
     trace: bool = False
