@@ -9,6 +9,7 @@ handler that runs.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import uuid
@@ -219,8 +220,9 @@ def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coro
     """
     task = _task("step")
     made: Any
-    if isinstance(function, TaskHandler):
-        made = function.as_step(args, kwargs)
+    whole = functools.partial(function, *args, **kwargs)  # of a partial: its function, with all arguments
+    if isinstance(whole.func, TaskHandler):
+        made = whole.func.as_step(whole.args, whole.keywords)
         return made  # type: ignore[no-any-return]  # a future, with the type of what create_task takes
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise UsageError(

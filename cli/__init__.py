@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
-from immortal.protocol import compiled, distribution, shared_registry
+from immortal.protocol import compiled, distribution, redaction, shared_registry
 from immortal.protocol.command_line import Commands, echo
 
 _COMMANDS = {
@@ -19,6 +19,7 @@ _COMMANDS = {
         "down": ("immortal.cli.project", "Stop a project's services cleanly."),
         "ps": ("immortal.cli.status", "List a project's services and their state."),
         "logs": ("immortal.cli.status", "Show what a project's services printed."),
+        "shards": ("immortal.cli.shards", "Show or change the number of shards of a keyed class."),
         "systemd": ("immortal.cli.project", "Print systemd units for a project."),
     },
     "Instances": {
@@ -137,3 +138,6 @@ def main(ctx: click.Context, home: str) -> None:
     shared_registry.chosen_home = registry.home if registry.copy is None else registry.copy.url
     if registry.copy is not None and registry.copy.problem:
         echo(f"{registry.copy.problem}; the last known registry, in {registry.home}, is used", err=True)
+    redaction.use(None)
+    if redaction.rules().problem:
+        echo(redaction.rules().problem, err=True)

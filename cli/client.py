@@ -15,7 +15,7 @@ from immortal.appsdk.state.tree import to_json, tree
 from immortal.cli.options import complete_instance, instance_name, name_argument, pass_registry
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.instances.registry import Registry
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.command_line import (
     Commands,
     FailedError,
@@ -217,6 +217,8 @@ def _call_queue(registry: Registry, name: str, method: str, *arguments: Any) -> 
 
 def _value(encoded: bytes) -> Any:
     """Decode arguments or a result for display; None if there are none, hex if they can't be read."""
+    if encoded and redaction.concerns(None):
+        return redaction.REDACTED
     try:
         return decoding.decode_shown(encoded) if encoded else None
     except decoding.DecodeError:

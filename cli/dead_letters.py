@@ -30,6 +30,7 @@ from immortal.pipeline.arguments import ArgumentDecoder, decoder_for
 from immortal.presenters.operations import letter_method, letter_values, letter_why
 from immortal.presenters.records import describe_message
 from immortal.presenters.status import operator_name
+from immortal.protocol import redaction
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, echo_lines, json_option, print_table
 from immortal.protocol.files import opener, removed_on_error
 from immortal.protocol.safe_output import printable, printable_json
@@ -205,7 +206,9 @@ def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -
     described = letter_values(letter, reader)
     if described["method"] is None:
         described["method"] = message["method"]
-    return {**described, "message": message, "message_hex": verdict.message.hex(), "trace": verdict.trace}
+    is_redacted = redaction.concerns(described["method"])
+    data = redaction.REDACTED if is_redacted else verdict.message.hex()
+    return {**described, "message": message, "message_hex": data, "trace": verdict.trace}
 
 
 # --- for people ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.open import log_exists, place_of
 from immortal.coordinator.project.output import Tail, merge_by_time
 from immortal.presenters.status import instance_status, problems
+from immortal.protocol import redaction
 from immortal.protocol.command_line import counted, echo, echo_json, json_option
 from immortal.protocol.files import removed_on_error
+from immortal.replay import app_process
+from immortal.replay.plan import ReplayError
 
 BUNDLE_LINES_MAX = 1000
 _OF_APP = re.compile(r"\S+ (- |\S+ > )")
@@ -58,7 +62,7 @@ def doctor(registry: Registry, name: str | None, as_json: bool, bundle: Path | N
     if name is not None:
         findings = _instance(registry, name, as_json=as_json)
     else:
-        findings = list(examine(registry))
+        findings = [*examine(registry), *_redaction(registry)]
         if as_json:
             echo_json({"findings": msgspec.to_builtins(findings)})
         else:
@@ -125,6 +129,21 @@ def _shown(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_shown(one) for one in value]
     return _PAYLOAD.sub(r"\1***", hide_secrets(value)) if isinstance(value, str) else value
+
+
+def _redaction(registry: Registry) -> Iterator[Finding]:
+    """Check the rules of redaction: those of a handler, parameter or attribute that no class here has."""
+    if wrong := redaction.rules().problem:
+        yield problem(Area.HOME, wrong, "nothing is shown that a rule could be for", "mend the file")
+    elif redaction.rules().rules:
+        apps = {app for name in registry.names() if (app := registry.load(name).app)}
+        try:
+            for rule in redaction.unknown(chain.from_iterable(map(app_process.class_paths, sorted(apps)))):
+                why = "it hides nothing, unless it is for an effect, or for a class of another home"
+                yield note(Area.HOME, f"no class has what the rule {rule!r} names", why, f"see {redaction.place()}")
+        except ReplayError as error:
+            what = "which rules of redaction fit nothing is not known"
+            yield note(Area.HOME, what, str(error), "run the doctor where all apps can be imported")
 
 
 def _state(settings: InstanceSettings) -> Iterator[Finding]:

@@ -174,7 +174,7 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, upgrade: bool, k
     if keep:
         _run_daemon(project, registry)
         return
-    found = _background(project)
+    found = background(project)
     was = {} if found is None else found.states
     services = project.services()  # reports errors of the project here
     names = [one.name for one in services]
@@ -239,7 +239,7 @@ def _run_daemon(project: Project, registry: Registry) -> None:
         asyncio.run(ProjectDaemon(project, registry).run())
 
 
-def _background(project: Project) -> RunLockHolder | None:
+def background(project: Project) -> RunLockHolder | None:
     """Return the process in the background, if there is one. Raises FailedError if something else runs the project."""
     from immortal.coordinator.project.background import COMMAND
 
@@ -254,7 +254,7 @@ def _start_daemon(project: Project, timeout_s: float) -> int:
     from immortal.coordinator.project.background import RELOAD_SIGNAL
     from immortal.coordinator.service.children import PYTHON
 
-    if (found := _background(project)) is not None:
+    if (found := background(project)) is not None:
         os.kill(found.pid, RELOAD_SIGNAL)
         return found.looks
     make_folder(project.home)

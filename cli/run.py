@@ -27,7 +27,7 @@ from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.operator import control
-from immortal.protocol import personal_keys
+from immortal.protocol import personal_keys, redaction
 from immortal.protocol.command_line import echo
 from immortal.protocol.errors import ImmortalError
 
@@ -181,7 +181,12 @@ def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_
 
     home = str(settings.folder.parent)
     arguments = [settings.name, app, "--home", home, "--log-level", log_level]
-    environment = {**os.environ, **personal_keys.environment(), **({"IMMORTAL_STRICT": "1"} if strict else {})}
+    environment = {
+        **os.environ,
+        **personal_keys.environment(),
+        **redaction.environment(),
+        **({"IMMORTAL_STRICT": "1"} if strict else {}),
+    }
     environment.setdefault("PYTHONHASHSEED", "0")
     environment["IMMORTAL_LOG_LEVEL"] = log_level  # of immortal.logger
     os.execve(sys.executable, [*PYTHON, "-m", "immortal.appsdk.embedded", *arguments], environment)

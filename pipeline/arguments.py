@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from immortal.appsdk.running.runner import load, load_or_report
 from immortal.appsdk.types.handles import read_extension
 from immortal.appsdk.types.registry import show_custom
 from immortal.pipeline.errors import SourceError
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.command_line import FailedError, echo
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import (
@@ -57,7 +58,7 @@ class ArgumentDecoder:
         codec = definition.codec(handler)
         try:
             named = read_arguments(codec, rpc_type, arguments)
-            return DecodedCall(handler.name, msgspec.json.encode(named, enc_hook=show_custom).decode())
+            return DecodedCall(handler.name, _to_json(named, handler.name))
         except Exception as error:  # a user's types can raise anything for strange bytes
             return DecodedCall(handler.name, problem=unreadable(codec, error))
 
@@ -72,9 +73,20 @@ class ArgumentDecoder:
                 named |= {"raised": rest[0], "arguments": rest[1]}
             elif kind == RpcKind.RETURNED_VALUE:
                 named |= {"value": rest[0]}
-            return DecodedCall(method, msgspec.json.encode(named, enc_hook=show_custom).decode())
+            kept = {"$call", "raised"}
+            shown = {key: one if key in kept else redaction.result(method, one) for key, one in named.items()}
+            return DecodedCall(method, msgspec.json.encode(shown, enc_hook=show_custom).decode())
         except Exception as error:  # a foreign app can send any bytes
             return DecodedCall(method, problem=f"the answer of {qualified} cannot be shown: {_reason(error)}")
+
+
+def _to_json(named: dict[str, Any], handler: str) -> str:
+    encoded = msgspec.json.encode(named, enc_hook=show_custom)
+    if redaction.concerns(handler):
+        shown = redaction.redact(decoding.load_json(encoded), (handler,))
+        front = {name: named[name] for name in ("$caller", "$call") if name in named}
+        encoded = json.dumps(shown | front, ensure_ascii=False).encode()
+    return encoded.decode()
 
 
 def read_arguments(codec: ArgumentCodec, rpc_type: int, arguments: bytes | memoryview) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 import pyarrow as pa
@@ -28,6 +29,7 @@ from immortal.pipeline.reading import (
     NO_LIMIT,
     Gap,
     LogRange,
+    folder_of,
     log_folders,
     open_range,
     paths_of,
@@ -39,6 +41,7 @@ from immortal.pipeline.reading import (
 )
 from immortal.pipeline.tables import CALLS, TABLES, TableReader
 from immortal.pipeline.typed_calls import TypedCalls
+from immortal.protocol import redaction
 
 if TYPE_CHECKING:
     from immortal.pipeline.writer import Writer
@@ -63,6 +66,7 @@ _OPTIONS = {
         "path",
         "paths",
         "partitionbytes",
+        "plain",
     ),
     *("maxrecordsperbatch", "startingoffset", "committerid"),
 }
@@ -91,6 +95,7 @@ class Options:
     last_ns: int = NO_LIMIT
     method: str = ""  # only its calls
     unloaded: Mapping[str, str] = field(default_factory=dict)  # instance: why its class is not among ``decode``
+    rules: redaction.Rules = field(default_factory=redaction.rules)  # what is not shown
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Options:
@@ -102,9 +107,10 @@ class Options:
         table = options.get("table", "messages")
         if table not in SCHEMAS:
             raise SourceError(f"option table: {table!r}: there are {', '.join(SCHEMAS)}")
-        check = options.get("check", "true").lower()
-        if check not in ("true", "false"):
-            raise SourceError(f"option check: {check!r}: true or false was expected")
+        check, plain = (options.get(name, default).lower() for name, default in (("check", "true"), ("plain", "false")))
+        for name, value in (("check", check), ("plain", plain)):
+            if value not in ("true", "false"):
+                raise SourceError(f"option {name}: {value!r}: true or false was expected")
         decode, method = options.get("decode", ""), options.get("method", "")
         if method and table != "messages":
             raise SourceError(f"option method: {method!r}: it is for the table messages, not for {table!r}")
@@ -130,6 +136,7 @@ class Options:
             _time_ns(options, "toTime", NO_LIMIT, rest_ns=999),  # all of its last microsecond
             method,
             unloaded,
+            redaction.Rules() if plain == "true" else _rules(paths),
         )
 
     @property
@@ -155,6 +162,17 @@ class Options:
         if self.last != NO_LIMIT and wanted.end == NO_LIMIT:
             wanted = wanted.part(wanted.first, open_range(wanted).ends()[1] + 1)
         return within_time(wanted.part(self.first, self.last + 1), self.first_ns, self.last_ns)
+
+
+def _rules(paths: Sequence[str]) -> redaction.Rules:
+    """Return the rules of redaction beside the home of the logs in ``paths``; of another place see redaction.place."""
+    if redaction.FILE_VARIABLE not in os.environ:
+        for path in paths:
+            folder = Path(os.path.abspath(folder_of(path).removeprefix("file:")))
+            for file in (parent / redaction.FILE_NAME for parent in list(folder.parents)[:3]):  # of HOME/NAME/log
+                if file.exists():
+                    return redaction.read(file)
+    return redaction.rules()
 
 
 def _unloaded(targets: Mapping[str, str]) -> dict[str, str]:
@@ -245,6 +263,7 @@ class RangeReader:
 
     def read(self, wanted: LogRange) -> Iterator[pa.RecordBatch]:
         options = self.options
+        redaction.use(options.rules)
         if options.table == "checkpoints":
             yield from tables.read(open_range(wanted), wanted, options.check, self.columns)
             return

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from immortal.appsdk.handlers.decorators import DERIVED_METHOD_ID_MIN, method_id_of_name
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import view_queries as log_reading
@@ -43,6 +44,7 @@ from immortal.pipeline.decode import (
 )
 from immortal.pipeline.reading import LogRange
 from immortal.pipeline.typed_calls import CallReader
+from immortal.protocol import redaction
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import RpcKind
 from immortal.protocol.trailer import BatchKind
@@ -136,6 +138,7 @@ class TableReader:
     check: bool
     arguments: ArgumentDecoder | None
     calls: CallReader | None = None  # only these messages, with a column for each argument
+    plain: bool = False  # no encoded arguments are redacted
 
     def batches(self, values: Values) -> Iterator[pa.RecordBatch]:
         """Yield the rows of ``values``, in order. Raises DamagedLogError for damage that the table cannot show."""
@@ -247,7 +250,9 @@ class TableReader:
             "rpc_kind": lambda: pa.array(RPC_KIND_NAMES).take(pa.array(messages.rpc_kind)),
             "rpc_type": lambda: pa.array(RPC_TYPE_NAMES).take(pa.array(messages.rpc_type)),
             "method_id": lambda: pa.array(messages.method_id.astype(np.int32)),
-            "arguments": lambda: binaries(values.raw, messages.arguments_start, messages.arguments_end),
+            "arguments": lambda: self._redacted(
+                binaries(values.raw, messages.arguments_start, messages.arguments_end), messages.method_id
+            ),
         }
         columns |= self._decoded(values, messages) if self.calls is None else self._typed(values, messages, self.calls)
         return columns, record
@@ -271,6 +276,13 @@ class TableReader:
             "arguments_json": lambda: pa.array([call.arguments_json for call in calls], pa.string()),
             "reason": lambda: pa.array([call.problem for call in calls], pa.string()),
         }
+
+    def _redacted(self, arguments: pa.Array, method_ids: Longs) -> pa.Array:
+        if self.plain or not redaction.rules():
+            return arguments
+        hidden = {one: is_redacted(one) for one in set(method_ids.tolist())}
+        pairs = zip(arguments.to_pylist(), method_ids.tolist(), strict=True)
+        return pa.array([redaction.data(one) if hidden[each] else one for one, each in pairs], pa.binary())
 
     def _named(self, names: Sequence[str], number: npt.NDArray[Any]) -> pa.Array:
         return pa.array([name or self.instance for name in names], pa.string()).take(pa.array(number))
@@ -334,6 +346,8 @@ class TableReader:
                 "ok": True,
             }
             rpc, is_initial = message.rpc, message.source.kind == BatchKind.INITIAL
+            if not self.plain and is_redacted(None if rpc is None else rpc.method_id):
+                row["arguments"] = redaction.data(message.arguments)
             if self.calls is not None:
                 if rpc is None or is_initial:
                     continue
@@ -348,6 +362,14 @@ class TableReader:
                     call = self.arguments.decode(rpc.kind, rpc.rpc_type, rpc.method_id, message.arguments)
                     row |= {"method": call.method, "arguments_json": call.arguments_json, "reason": call.problem}
             yield row
+
+
+def is_redacted(method_id: int | None) -> bool:
+    """Return True if a rule of redaction may be for the method, of which only the ID is known."""
+    named = {rule[1] for rule in redaction.rules().rules}
+    is_derived = method_id is not None and method_id >= DERIVED_METHOD_ID_MIN
+    is_other = is_derived and "*" not in named and method_id not in {method_id_of_name(name) for name in named}
+    return bool(redaction.rules().anywhere) or (bool(named) and not is_other)
 
 
 def _parts(values: Values, messages: Messages) -> Iterator[tuple[int, int, int, memoryview]]:

@@ -23,6 +23,7 @@ from immortal.appsdk.calls.codec import ArgumentCodec
 from immortal.appsdk.types.registry import find_codec, info_of_form, readable_type, show_custom, type_info
 from immortal.pipeline.arguments import decoder_of, read_arguments, unreadable
 from immortal.pipeline.errors import SourceError
+from immortal.protocol import redaction
 from immortal.protocol.messages import RpcKind
 
 JSON = pa.large_string()  # JSON; Spark has one type for it and for other text, which is pa.string() here
@@ -143,6 +144,7 @@ def _fitter(narrow: pa.DataType, wide: pa.DataType) -> Fit:
 class _Version:
     """Handler of the method in one class."""
 
+    name: str
     method_id: int
     codec: ArgumentCodec
     types: Mapping[str, pa.DataType]  # by parameter
@@ -180,6 +182,7 @@ class CallReader:
                 try:
                     named = read_arguments(version.codec, rpc_type, arguments)
                     plain = msgspec.to_builtins(named, builtin_types=_PLAIN, enc_hook=show_custom)
+                    plain = redaction.redact(plain, (version.name,), hidden=lambda _: None)
                     return {column: fit(plain.get(parameter)) for parameter, column, fit in fits}
                 except Exception as error:  # a user's types can raise anything for strange bytes
                     reasons.append(unreadable(version.codec, error))
@@ -198,7 +201,7 @@ class TypedCalls:
         chains = {target: decoder_of(target).definition.chain for target in targets}
         self._versions = {
             target: [
-                _version(each.codec(each.handlers[name]), each.handlers[name].method_id)
+                _version(name, each.codec(each.handlers[name]), each.handlers[name].method_id)
                 for each in chain
                 if name in each.handlers and (not cls or cls in [one.name for one in chain])
             ]
@@ -228,8 +231,9 @@ class TypedCalls:
         return CallReader(versions, self._columns, {one.method_id for one in of}, problem)
 
 
-def _version(codec: ArgumentCodec, method_id: int) -> _Version:
+def _version(name: str, codec: ArgumentCodec, method_id: int) -> _Version:
     return _Version(
+        name,
         method_id,
         codec,
         {

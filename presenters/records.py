@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.safe_output import printable
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 from immortal.appsdk.state.tree import to_json, tree
 from immortal.appsdk.types.registry import show_custom
-from immortal.coordinator.core.formatting import CallText, Methods, method_name, time_text
+from immortal.coordinator.core.formatting import CallText, Methods, method_name, shown_values, time_text
 from immortal.coordinator.log.identity import verify_value
 from immortal.coordinator.log.reader import LoggedValue
 from immortal.coordinator.log.record_contents import batches, waiting_caller
@@ -97,7 +97,7 @@ def _message(content: bytes, message_type: int, start: int, end: int, methods: M
     if message_type == MessageType.RPC:
         return _rpc(content, start, end, methods)
     name = MessageType(message_type).name if message_type in set(MessageType) else f"type {message_type}"
-    described = {"type": name, "size_bytes": end - start, "data": _shown(content[start:end])}
+    described = {"type": name, "size_bytes": end - start, "data": _shown(content[start:end], None)}
     if message_type == MessageType.INITIAL_MESSAGE and (wrapped := _inner_rpc(content[start:end], methods)) is not None:
         return {**described, "wraps": wrapped}
     return described
@@ -127,7 +127,7 @@ def _rpc(content: bytes, start: int, end: int, methods: Methods) -> dict[str, An
         "method_id": rpc.method_id,
         "rpc_type": RpcType(rpc.rpc_type).name.lower(),
         "size_bytes": len(rpc.arguments),
-        "arguments": _shown(rpc.arguments),
+        "arguments": _shown(rpc.arguments, name if rpc.method_id >= 0 else None),
         **({} if name is None else _named(rpc, name)),
     }
 
@@ -138,27 +138,34 @@ def _named(rpc: IncomingRpc, name: str) -> dict[str, Any]:
         values = decoding.decode_shown(rpc.arguments)
         if not isinstance(values, list):
             return {"method": name}
-        decoded = {key: to_json(tree(value)) for key, value in _parts(rpc, values).items()}
-        return {"method": name, "in_words": CallText.from_rpc(rpc, is_msgpack=True).with_method(name), **decoded}
+        decoded = {key: to_json(tree(value)) for key, value in _parts(rpc, values, name).items()}
+        return {
+            "method": name,
+            "in_words": CallText.from_rpc(rpc, is_msgpack=True, name=name).with_method(name),
+            **decoded,
+        }
     except decoding.DecodeError:  # not a call that the SDK made
         return {"method": name}
 
 
-def _parts(rpc: IncomingRpc, values: list[Any]) -> dict[str, Any]:
+def _parts(rpc: IncomingRpc, values: list[Any], name: str) -> dict[str, Any]:
     match rpc.kind, values:
         case RpcKind.RETURNED_VALUE, [number, value]:
-            return {"call_number": number, "value": value}
+            return {"call_number": number, "value": redaction.result(name, value)}
         case RpcKind.RETURNED_NOTHING, [number]:
             return {"call_number": number}
         case RpcKind.RAISED, [number, error, list(arguments), attributes]:
-            return {"call_number": number, "raised": error, "values": arguments, "attributes": attributes}
+            parts = {"values": arguments, "attributes": attributes}
+            return {"call_number": number, "raised": error, **{k: redaction.result(name, v) for k, v in parts.items()}}
     if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
         caller, number, *values = values
-        return {"caller": caller, "call_number": number, "values": values}
-    return {"values": values}
+        return {"caller": caller, "call_number": number, "values": redaction.arguments(name, values)}
+    return {"values": shown_values(rpc.method_id, values, name)}
 
 
-def _shown(data: bytes) -> str:
+def _shown(data: bytes, name: str | None) -> str:
+    if redaction.concerns(name):
+        return redaction.REDACTED
     if len(data) <= ARGUMENTS_SHOWN_BYTES_MAX:
         return repr(data)[2:-1]
     return f"{repr(data[:ARGUMENTS_SHOWN_BYTES_MAX])[2:-1]}..."
@@ -271,7 +278,7 @@ def describe_message(message: bytes, decoder: ArgumentDecoder | None) -> dict[st
         return {"method": None, "problem": "the message is too large to be kept"}
     rpc = rpc_of(message)
     if rpc is None:
-        return {"method": None, "problem": "it is not a readable call", "bytes": _hex(message)}
+        return {"method": None, "problem": "it is not a readable call", "bytes": _hex(message, None)}
     described: dict[str, Any] = {"method": None, "type": _type(rpc)}
     problem = None
     if decoder is not None:
@@ -282,26 +289,31 @@ def describe_message(message: bytes, decoder: ArgumentDecoder | None) -> dict[st
             front = {name: named.pop(name) for name in ("$caller", "$call") if name in named}
             return {**described, **front, "arguments": named}
     described |= {} if problem is None else {"problem": problem}
-    return {**described, **_by_position(rpc)}
+    return {**described, **_by_position(rpc, described["method"])}
 
 
 def _type(rpc: IncomingRpc) -> str:
     return RpcType(rpc.rpc_type).name.lower() if rpc.kind == RpcKind.CALL else RpcKind(rpc.kind).name.lower()
 
 
-def _by_position(rpc: IncomingRpc) -> dict[str, Any]:
+def _by_position(rpc: IncomingRpc, method: str | None) -> dict[str, Any]:
     caller = waiting_caller(rpc)
     front = {} if caller is None else {"$caller": caller[0], "$call": caller[1]}
     try:
         values = decoding.decode_shown(rpc.arguments, type=list[Any])
-        arguments = decoding.load_json(msgspec.json.encode(values[len(front) :], enc_hook=show_custom))
+        shown = redaction.arguments(method, values[len(front) :])
+        arguments = decoding.load_json(msgspec.json.encode(shown, enc_hook=show_custom))
     except (ValueError, TypeError, RecursionError):
         arguments = None  # no array, or such as a map whose keys are arrays
-    return {**front, **({"bytes": _hex(rpc.arguments)} if arguments is None else {"arguments": arguments})}
+    return {**front, **({"bytes": _hex(rpc.arguments, method)} if arguments is None else {"arguments": arguments})}
 
 
-def _hex(data: bytes) -> str:
-    return data[:BYTES_SHOWN_MAX].hex(" ") + (" ..." if len(data) > BYTES_SHOWN_MAX else "")
+def _hex(data: bytes, method: str | None) -> str:
+    return (
+        redaction.REDACTED
+        if redaction.concerns(method)
+        else data[:BYTES_SHOWN_MAX].hex(" ") + (" ..." if len(data) > BYTES_SHOWN_MAX else "")
+    )
 
 
 def cell(value: Any) -> str:

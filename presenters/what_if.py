@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.formatting import CallText, Methods, format_call, format_counted_method, method_name
 from immortal.coordinator.log.record_contents import message_at, record_of
+from immortal.protocol import redaction
 from immortal.protocol.command_line import counted, table_lines
 from immortal.protocol.safe_output import printable_lines
 from immortal.replay import AppCommand, RecordSource, ReplayError
@@ -150,7 +151,10 @@ class Report:
     def _call(self, destination: str, call: CallText | None) -> str | None:
         if call is None:
             return None
-        return call.with_method(method_name(call.method_id, call.kind, destination, self._methods))
+        return call.with_method(self._method(destination, call))
+
+    def _method(self, destination: str, call: CallText) -> str | None:
+        return method_name(call.method_id, call.kind, destination, self._methods)
 
     def _message(self, key: Key) -> bytes | None:
         """Read the logged message of a key; None if keys are places of calls, or the log holds it no longer."""
@@ -254,7 +258,14 @@ class Report:
             "destination": finding.destination,
             "old": self._call(finding.destination, finding.old),
             "new": self._call(finding.destination, finding.new),
-        } | ({"arguments": list(map(asdict, finding.arguments))} if finding.arguments else {})
+        } | ({"arguments": self._pairs(finding)} if finding.arguments else {})
+
+    def _pairs(self, finding: Finding) -> list[Values]:
+        call = finding.new or finding.old
+        pairs = [asdict(one) for one in finding.arguments]
+        if call is None or not redaction.concerns(self._method(finding.destination, call)):
+            return pairs
+        return [one | {side.value: one[side.value] and redaction.REDACTED for side in Side} for one in pairs]
 
     def _fates_values(self, fates: OutcomeChanges) -> Values:
         first = fates.first

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
+from immortal.protocol import redaction
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.files import FILE_MODE
 
@@ -128,6 +129,13 @@ class Query(Struct, kw_only=True):
     limit: int = 100
 
 
+def _redacted(one: Execution) -> Execution:
+    """Hide texts that were written before there was a rule, or without parameters' names."""
+    if redaction.concerns(one.handler):
+        one.arguments, one.result = f"({redaction.REDACTED})", one.result and redaction.REDACTED
+    return one
+
+
 def key_of_call(record: int, message: int) -> int:
     """Return the key of a ``def`` handler's call; later calls have lower keys."""
     return -((record << INDEX_BITS) | message) - 1
@@ -231,7 +239,10 @@ class ExecutionIndex:
         )
         names = [one[0] for one in cursor.description]
         for key, origin, *row in cursor:
-            yield {"id": id_of(key), "origin": origin and id_of(origin), **dict(zip(names[2:], row, strict=True))}
+            values = dict(zip(names[2:], row, strict=True))
+            if redaction.concerns(values["handler"]):
+                values |= dict.fromkeys(("arguments", "result", "labels"), redaction.REDACTED)
+            yield {"id": id_of(key), "origin": origin and id_of(origin), **values}
 
     def _select(self, query: Query) -> tuple[str, list[Any]]:
         tables, conditions, values = "executions e", ["true"], list[Any]()
@@ -282,11 +293,12 @@ class ExecutionIndex:
 
     def _rows(self, rest: str, values: Sequence[Any]) -> list[Execution]:
         columns = ", ".join(f"e.{name.strip()}" for name in _COLUMNS.split(","))
-        return [Execution(*row) for row in self._run(f"select {columns} {rest}", values)]
+        return [_redacted(Execution(*row)) for row in self._run(f"select {columns} {rest}", values)]
 
     def _with_labels(self, found: Iterable[Execution]) -> Iterator[Execution]:
         for one in found:
-            one.labels = dict(self._run("select name, value from labels where key = ? order by name", [one.key]))
+            labels = self._run("select name, value from labels where key = ? order by name", [one.key])
+            one.labels = redaction.redact(dict(labels), (one.handler.rpartition(".")[2],))
             yield one
 
     def _value(self, sql: str, value: object) -> Any:

@@ -22,7 +22,7 @@ from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.service.process import die_with_parent
-from immortal.protocol import decoding, kept_code, personal_keys
+from immortal.protocol import decoding, kept_code, personal_keys, redaction
 from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
 from immortal.replay.plan import ReplayError, Route
 
@@ -241,7 +241,7 @@ def code_environment(code: Path | None) -> dict[str, str]:
         raise ReplayError(f"{code} is neither a folder nor a wheel: one with the module of the class was expected")
     place = "" if code is None else str(code.absolute())
     notes = dict.fromkeys((NOTES_VARIABLE, personal_keys.NOTES_VARIABLE), os.devnull)
-    return {**personal_keys.environment(), **notes, "IMMORTAL_CODE": place}
+    return {**personal_keys.environment(), **redaction.environment(), **notes, "IMMORTAL_CODE": place}
 
 
 # The app that replays a part of a log if the user names none.
@@ -386,7 +386,7 @@ def diff_states(
         shown = []
         for app, blob, code in ((old_app, old, old_code), (new_app, new, new_code)):
             shown.append(blob.with_name(f"{blob.name}.json"))
-            shown[-1].write_text(json.dumps(_inspect("show", app, str(blob), code=code)))
+            shown[-1].write_text(json.dumps(_inspect("show", app, str(blob), code=code, rules=os.devnull)))
         return list(_inspect("diff-shown", *map(str, shown), "--limit", str(limit)))
     return list(_inspect("diff", old_app, str(old), new_app, str(new), "--limit", str(limit)))
 
@@ -398,8 +398,17 @@ def write_rows(app: str, blob: Path, out: Path, code: Path | None = None) -> Non
 
 def method_names(app: str) -> dict[tuple[str, int], str]:
     """Return the method names of the class ``app``: (destination, method ID) to a name. Raises ReplayError."""
-    found: list[tuple[str, int, str]] = _inspect("methods", app, subject="the class")
-    return {(destination, method_id): name for destination, method_id, name in found}
+    found: list[tuple[str, int, str, list[str]]] = _inspect("methods", app, subject="the class")
+    for _, _, name, parameters in found:
+        redaction.parameters.setdefault(name, tuple(parameters))
+    return {(destination, method_id): name for destination, method_id, name, _ in found}
+
+
+def class_paths(app: str) -> list[tuple[list[str], list[str]]]:
+    """Return of the class ``app`` and of its nodes' classes the names, and what rules of redaction can name in it:
+    "pay.card", "pay.return", "items". Raises ReplayError.
+    """
+    return [tuple(one) for one in _inspect("paths", app, subject="the class")]
 
 
 def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str, Any]]:
@@ -409,8 +418,10 @@ def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str,
     return list(_inspect("unanswered", app, str(blob), code=code))
 
 
-def _inspect(*arguments: str, subject: str = "the state", code: Path | None = None) -> Any:
+def _inspect(*arguments: str, subject: str = "the state", code: Path | None = None, rules: str = "") -> Any:
+    """``rules``: a file with rules of redaction, in place of the usual one."""
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"), **code_environment(code)}
+    environment |= {redaction.FILE_VARIABLE: rules} if rules else {}
     command = [sys.executable, "-P", "-m", "immortal.appsdk.running.inspection", *arguments]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:

@@ -215,7 +215,7 @@ def format_whole_call(message: bytes, destination: str, methods: Methods) -> str
     """Format a call like :func:`format_call`, with all of its arguments, however large."""
     rpc = rpc_of(message)
     name = method_name(rpc.method_id, rpc.kind, destination, methods)
-    return CallText.from_rpc(rpc, is_msgpack=name is not None, size_max=None).with_method(name)
+    return CallText.from_rpc(rpc, is_msgpack=name is not None, size_max=None, name=name).with_method(name)
 
 
 def _part(text: str, start: int) -> str:

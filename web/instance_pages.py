@@ -28,7 +28,7 @@ from immortal.presenters.operations import (
     place_in_words,
     with_times,
 )
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.extensions import QUERIES
 from immortal.protocol.safe_output import printable_json_text
 from immortal.web import WebError
@@ -259,7 +259,10 @@ def _answer(site: Site, settings: InstanceSettings, query: str, arguments: list[
             value = getattr(instance.query, query)(*arguments)
         except CallRaised as error:
             raise WebError(f"the query raised {error}") from None
-    return printable_json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    encoded = msgspec.json.encode(value)
+    if redaction.concerns(query):
+        encoded = msgspec.json.encode(redaction.result(query, decoding.load_json(encoded)), enc_hook=str)
+    return printable_json_text(msgspec.json.format(encoded, indent=2).decode())
 
 
 def _query_page(

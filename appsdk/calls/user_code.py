@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from immortal.appsdk.errors import AppError, HandlerError
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 
 
 class ControlFlowSignal(BaseException):
@@ -244,10 +244,12 @@ _named_value = re.compile(
 )
 
 
-@functools.cache
+_search = functools.cache(SECRET.search)
+
+
 def is_secret(name: str) -> bool:
-    """Return True if the value of a parameter of this name must not be shown."""
-    return SECRET.search(name) is not None
+    """Return True if the value of a parameter, attribute or key of this name must not be shown."""
+    return _search(name) is not None or redaction.is_named(name)
 
 
 def hide_secrets(text: str) -> str:
@@ -257,7 +259,7 @@ def hide_secrets(text: str) -> str:
         begin = found.start("value")
         shown.append(text[at:begin])
         at = begin  # the value of another name can contain a secret
-        if SECRET.search(found["name"]):
+        if is_secret(found["name"]):
             shown.append(HIDDEN)
             at = found.end()
     return "".join(shown) + text[at:]
@@ -284,7 +286,7 @@ class _Shortener(reprlib.Repr):
         return repr(value) if len(value) <= BYTES_SHOWN else f"{value[:BYTES_SHOWN]!r}..."
 
     def repr_dict(self, value: dict[Any, Any], level: int) -> str:
-        shown = {key: _Text(HIDDEN) if SECRET.search(str(key)) else one for key, one in value.items()}
+        shown = {key: _Text(HIDDEN) if is_secret(str(key)) else one for key, one in value.items()}
         return super().repr_dict(shown, level)
 
 
@@ -295,18 +297,31 @@ _shortener.maxstring = _shortener.maxother = _shortener.maxlong = ARGUMENT_CHARA
 _shortener.maxlist = _shortener.maxtuple = _shortener.maxdict = _shortener.maxset = ARGUMENT_ITEMS_MAX
 
 
-def describe_arguments(arguments: Sequence[Any], names: Iterable[str] = ()) -> str:
-    """Return arguments as short text. ``names``: of parameters; values of those in :data:`SECRET` are hidden."""
+def describe_arguments(arguments: Sequence[Any], names: Iterable[str] = (), handler: str = "") -> str:
+    """Return arguments as short text. ``names``: of parameters; values of those in :data:`SECRET` are hidden, and of
+    those that a rule of redaction names for the ``handler``.
+    """
     shown = zip_longest(arguments, islice(names, len(arguments)), fillvalue="")
     try:
-        return f"({', '.join(HIDDEN if is_secret(name) else _short(one) for one, name in shown)})"
+        return f"({', '.join(_shown(one, name, handler) for one, name in shown)})"
     except BaseException as error:  # a __repr__ of the user's
         if not is_user_failure(error):
             raise
         return f"(... their repr raises {error!r})"
 
 
-def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True) -> str:
+def describe_result(result: Any, handler: str) -> str:
+    """Return what a handler or an effect returned as short text, like :func:`describe_arguments`."""
+    return describe_arguments((result,), (redaction.RESULT,), handler)[1:-1]
+
+
+def _shown(value: Any, name: str, handler: str) -> str:
+    if handler and redaction.is_hidden(handler, name or None):
+        return redaction.REDACTED
+    return HIDDEN if is_secret(name) else _short(value)
+
+
+def describe_encoded(encoded: bytes, names: Iterable[str], handler: str, *, named: bool = True) -> str:
     """Return encoded arguments as text, like :func:`describe_arguments`, with names and without their own types."""
     if len(encoded) > DESCRIBED_SIZE_BYTES_MAX:
         return f"(... {len(encoded):,} bytes)"
@@ -318,7 +333,7 @@ def describe_encoded(encoded: bytes, names: Iterable[str], *, named: bool = True
     left = iter(names)
     for one in values:
         name = next(left, "")
-        value = HIDDEN if is_secret(name) else _short(one)
+        value = _shown(one, name, handler)
         parts.append(f"{name}={value}" if named and name else value)
     return f"({', '.join(parts)})"
 
@@ -393,7 +408,7 @@ def handler_failed(
     names: Iterable[str] = (),
 ) -> HandlerError:
     """Make the error of a handler that raised an exception. ``names``: of the parameters, if they are known."""
-    described = describe_arguments(arguments, names)
+    described = describe_arguments(arguments, names, method)
     made = HandlerError(
         f"{method} raised {type(error).__name__} at record {sequence_id}, message {message_index}; the app stops\n"
         f"  arguments: {described}\n"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overlo
 from immortal.appsdk.client.connection import random_client_id
 from immortal.appsdk.client.methods import CANCEL, Method, NamedMethod, NamedQuery, Status, typed_method, typed_query
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.handlers.definition import Definition, key_problem, shard_of
+from immortal.appsdk.handlers.definition import ELSEWHERE, Definition, key_problem, shard_of
 from immortal.protocol.client_frames import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
 from immortal.protocol.errors import LocalProtocolError
 from immortal.protocol.safe_output import is_encodable
@@ -27,8 +27,8 @@ from functools import partial
 
 from immortal.appsdk.client.connection import Connection
 from immortal.appsdk.client.discovery import Finder
-from immortal.appsdk.client.errors import CallRaised, CallTimeout, ClientClosed, ClientError
-from immortal.appsdk.client.methods import STATUS
+from immortal.appsdk.client.errors import CallRefused, CallTimeout, ClientClosed, ClientError
+from immortal.appsdk.client.methods import STATUS, ForkTracker
 from immortal.appsdk.client.session import Call, Question
 from immortal.appsdk.client.shells import LoopShell, OwnId, ThreadShell, require_process
 from immortal.appsdk.client.transport import Transport, timeout_message
@@ -95,11 +95,10 @@ class Proxy:
         _, definition, whose, *_ = self._immortal_parts
         if len(self._immortal_shards) > 1 and not self._immortal_front:
             raise UsageError(f"{whose!r} is keyed, so a call must name the key: {whose}[key].{name}(...)")
+        method = self._immortal_methods.get(name)
         if definition is None:
-            method: Method = NamedMethod(name, is_of_key=bool(self._immortal_front))
-        elif name in self._immortal_methods:
-            method = self._immortal_methods[name]
-        else:
+            method = NamedMethod(name, is_of_key=bool(self._immortal_front))
+        elif method is None:
             method = self._immortal_methods[name] = typed_method(definition, name)
         made = self._immortal_method(method)
         setattr(self, name, made)
@@ -156,12 +155,31 @@ class ProxyMethod:
 class QueryMethod(ProxyMethod):
     """Query to ask: ``counter.query.total()`` runs between two handlers, and is not logged.
 
-    With a key it is a request like any call, logged and done once."""
+    With a request key it is a request like any call, logged and done once; also where its key of a keyed class has
+    moved to another shard, since only calls are forwarded."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        call = partial(super().__call__, *arguments, **keywords)
         if self._key is not None:
-            return super().__call__(*arguments, **keywords)
-        return self._client.query(self._method, self._encoded(arguments, keywords), self._timeout_s)
+            return call()
+        try:
+            taken = self._client.query(self._method, self._encoded(arguments, keywords), self._timeout_s)
+        except CallRefused as error:
+            return _if_moved(error, call)
+        return _asked(taken, call) if isinstance(taken, Awaitable) else taken
+
+
+def _if_moved(error: CallRefused, call: Callable[[], Any]) -> Any:
+    if ELSEWHERE not in str(error):
+        raise error
+    return call()
+
+
+async def _asked(taken: Awaitable[Any], call: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await taken
+    except CallRefused as error:
+        return await _if_moved(error, call)
 
 
 class Queries:
@@ -523,60 +541,6 @@ class AsyncClient(_Calls):
     async def close(self) -> None:
         """Close the client. Waiting calls end with ClientClosed; the instance can still do what was sent."""
         await self._shell.close()
-
-
-# Forked calls: their replies, which are awaited before the client is closed.
-
-
-class ForkTracker:
-    """Forked calls that have no reply yet, and the first error of any."""
-
-    def __init__(self, instance: str) -> None:
-        self._instance = instance
-        self._missing_count = 0
-        self._error: ClientError | None = None  # the first
-        self._waiting: list[Callable[[], None]] = []
-
-    def call(self, method: Method, arguments: bytes, trace_context: str = "") -> Call:
-        """Return a call whose reply is counted here; the caller submits it."""
-        self._missing_count += 1
-        return Call(method.method, arguments, lambda call: self._done(method, call), trace_context)
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once no reply is missing, possibly at once."""
-        self._waiting.append(callback)
-        self._notify()
-
-    def _notify(self) -> None:
-        if not self._missing_count:
-            waiting, self._waiting = self._waiting, []
-            for callback in waiting:
-                callback()
-
-    def _done(self, method: Method, call: Call) -> None:
-        self._missing_count -= 1
-        try:
-            if isinstance(call.outcome, ClientError):
-                raise call.outcome
-            if call.outcome is not None:
-                method.value(call.outcome)
-        except CallRaised:
-            pass  # it was done, and nobody needs its outcome
-        except ClientError as error:
-            self._error = self._error or error
-        except Exception:  # noqa: S110 (an exception that the handler declares)
-            pass
-        self._notify()
-
-    def check(self, timeout_s: float | None) -> None:
-        """Check, after a wait of ``timeout_s``, that all forked calls were done. Raises ClientError if not."""
-        if self._error is not None:
-            raise self._error
-        if self._missing_count:
-            raise ClientClosed(
-                f"{self._missing_count} calls that were forked to {self._instance!r} have no reply within "
-                f"{timeout_s:g} s: they may have been done or not"
-            )
 
 
 class _Settling:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from typing import Any, Literal, Protocol
@@ -17,9 +17,10 @@ from immortal.appsdk.client.errors import (
     CalleeFailed,
     CallRaised,
     CallRefused,
+    ClientClosed,
     ClientError,
 )
-from immortal.appsdk.client.session import REQUEST_ACCEPTED, REQUEST_UNKNOWN
+from immortal.appsdk.client.session import REQUEST_ACCEPTED, REQUEST_UNKNOWN, Call
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import KEY_MARK, Definition
 from immortal.appsdk.handlers.proxy import find_handler
@@ -239,3 +240,54 @@ class _CancelMethod:
 
 STATUS = _StatusMethod()
 CANCEL = _CancelMethod()
+
+
+class ForkTracker:
+    """Forked calls that have no reply yet, which a client awaits before it closes, and the first error of any."""
+
+    def __init__(self, instance: str) -> None:
+        self._instance = instance
+        self._missing_count = 0
+        self._error: ClientError | None = None  # the first
+        self._waiting: list[Callable[[], None]] = []
+
+    def call(self, method: Method, arguments: bytes, trace_context: str = "") -> Call:
+        """Return a call whose reply is counted here; the caller submits it."""
+        self._missing_count += 1
+        return Call(method.method, arguments, lambda call: self._done(method, call), trace_context)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once no reply is missing, possibly at once."""
+        self._waiting.append(callback)
+        self._notify()
+
+    def _notify(self) -> None:
+        if not self._missing_count:
+            waiting, self._waiting = self._waiting, []
+            for callback in waiting:
+                callback()
+
+    def _done(self, method: Method, call: Call) -> None:
+        self._missing_count -= 1
+        try:
+            if isinstance(call.outcome, ClientError):
+                raise call.outcome
+            if call.outcome is not None:
+                method.value(call.outcome)
+        except CallRaised:
+            pass  # it was done, and nobody needs its outcome
+        except ClientError as error:
+            self._error = self._error or error
+        except Exception:  # noqa: S110 (an exception that the handler declares)
+            pass
+        self._notify()
+
+    def check(self, timeout_s: float | None) -> None:
+        """Check, after a wait of ``timeout_s``, that all forked calls were done. Raises ClientError if not."""
+        if self._error is not None:
+            raise self._error
+        if self._missing_count:
+            raise ClientClosed(
+                f"{self._missing_count} calls that were forked to {self._instance!r} have no reply within "
+                f"{timeout_s:g} s: they may have been done or not"
+            )

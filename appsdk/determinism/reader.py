@@ -10,7 +10,17 @@ import inspect
 import linecache
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+    Set,
+)
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
@@ -19,8 +29,10 @@ from msgspec.structs import replace
 from immortal.appsdk.determinism.rules import (
     AWAIT,
     AWAIT_OR_FORK,
+    BY_RESULT,
     IN_A_STEP,
     NOT_BEGUN,
+    NOT_RUN_AGAIN,
     OF_A_COPY,
     REFUSED,
     Rule,
@@ -56,6 +68,7 @@ _ORDERED = frozenset(  # built-in functions and classes
 )
 _ORDERED_METHODS = frozenset({"join", "extend", "extendleft", "fromkeys", "writelines"})
 _WAITING = (sleep, at, event, race, step)
+_CHANGES = {*dir(MutableMapping), *dir(MutableSequence), *dir(MutableSet)} - {*dir(Mapping), *dir(Sequence), *dir(Set)}
 _SET_METHODS = frozenset({"copy", "union", "difference", "intersection", "symmetric_difference"})
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -295,11 +308,33 @@ class Reader(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.Lambda) -> None:
         is_step = node in self._steps
+        if is_step:
+            self._check_step(node)
         self._step_depth += is_step
         self.generic_visit(node)
         self._step_depth -= is_step
 
     visit_Lambda = visit_FunctionDef  # noqa: N815 (the name is ast's)
+
+    def _check_step(self, function: ast.AST) -> None:
+        """Report variables of the handler that a step's function changes: a recovery does not run it again."""
+        nodes = list(ast.walk(function))
+        own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        own |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        for node in nodes:
+            changed: Any = None
+            if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                changed = node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+                changed = node.func.value
+            while isinstance(changed, ast.Attribute | ast.Subscript):
+                changed = changed.value
+            names = node.names if isinstance(node, ast.Nonlocal) else []
+            if isinstance(changed, ast.Name) and changed.id not in own and self._bound[changed.id]:
+                value = self._value(changed)
+                names = [] if isinstance(value, Instance) and value.waits else [changed.id]
+            for name in names:
+                self._report(node, f"changes {name} of its handler in a step, {NOT_RUN_AGAIN}", BY_RESULT)
 
     def _find_steps(self) -> set[ast.AST]:
         """Return the functions that are passed to `immortal.step`: defined here, a lambda, or `self.method`."""
@@ -311,7 +346,7 @@ class Reader(ast.NodeVisitor):
 
     # --- findings -----------------------------------------------------------------------------------------------------
 
-    def _report(self, node: ast.expr, what: str, instead: str) -> None:
+    def _report(self, node: Any, what: str, instead: str) -> None:
         if not self._source.opted_out(node):
             self._search.add(self._function.__code__, node.lineno, what, instead)
 

@@ -39,7 +39,8 @@ def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callab
 
 
 def _with_shard_check(handler: Handler[Any, Any], function: Callable[..., Any], front: int = 0) -> Callable[..., Any]:
-    """Wrap ``function``, which handles calls of ``handler``: in a keyed class, keys of other shards are refused.
+    """Wrap ``function``, which handles calls of ``handler``: in a keyed class, those of other shards are forwarded or
+    refused.
 
     ``front``: number of arguments before the handler's own.
     """
@@ -47,8 +48,8 @@ def _with_shard_check(handler: Handler[Any, Any], function: Callable[..., Any], 
         return function
 
     def run(instance: Any, *arguments: Any) -> Any:
-        instance.require_own(handler.function.__qualname__, arguments[front])
-        return function(instance, *arguments)
+        to = instance.way_of(handler.function.__qualname__, arguments[front])
+        return function(instance, *arguments) if to is None else instance.forward(handler, to, arguments, front)
 
     return run
 

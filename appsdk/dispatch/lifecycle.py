@@ -71,7 +71,7 @@ class Life:
         run = context.run_contexts.run
         run_user_code(f"{self.definition.name}.__init__", lambda: run(instance.__init__), StateError)
         if self.definition.shard is not None:
-            instance.shard, instance.shards = self.definition.shard
+            instance.become(*self.definition.shard)
         self._prepare(instance)
         self.instance = instance
         context.nodes.use(self.definition, instance)

@@ -193,7 +193,7 @@ class EffectFunction:
 
     def describe(self, encoded: bytes) -> str:
         """Return the call as text, without secrets: ``unlock(bike=7)``."""
-        return f"{self.name}{describe_encoded(encoded, self.codec.signature.parameters)}"
+        return f"{self.name}{describe_encoded(encoded, self.codec.signature.parameters, self.name)}"
 
     def encode_result(self, value: Any) -> bytes:
         """Encode a result. Raises TypeError for a value that does not fit its annotation."""

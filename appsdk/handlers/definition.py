@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from immortal.appsdk.errors import DefinitionError, OnError
 from immortal.appsdk.handlers.decorators import HOOK_MARK, Handler, definition_key
 from immortal.appsdk.state.schema import StateSchema, hook_of
 from immortal.appsdk.types.registry import current_module
+from immortal.protocol import redaction
 from immortal.protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, NO_ROLES, OWNERS
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.safe_output import is_encodable
@@ -92,6 +94,8 @@ KEY_MARK = "[key]"  # in the names of methods that an app tells: "Cart[key].add"
 KEY_SIZE_BYTES_MAX = 400
 RANGES = 4096
 """Number of ranges of keys, which the shards of a keyed class share."""
+ELSEWHERE = "its key has moved"
+"""Front of the refusal of a query that is not logged: a client calls it again through the log, which forwards it."""
 
 
 def key_problem(kind: type, key: object) -> str:
@@ -107,14 +111,24 @@ def key_problem(kind: type, key: object) -> str:
     return "" if is_encodable(str(key)) else f"the key {key!r} can't be encoded"
 
 
+def range_of(key: object) -> int:
+    """Return the range of ``key``, below RANGES. It never changes."""
+    return int.from_bytes(hashlib.blake2b(str(key).encode(), digest_size=8).digest(), "big") % RANGES
+
+
+@functools.cache
+def blocks(shards: int) -> tuple[int, ...]:
+    """Return the shard of each range: from 1 to ``shards``, a block for each; of one shard, which has no number, 0."""
+    return tuple(number * shards // RANGES + 1 if shards > 1 else 0 for number in range(RANGES))
+
+
 def shard_of(key: object, shards: int) -> int:
     """Return the shard to which ``key`` belongs, from 1 to ``shards``. It never changes for the same two values.
 
     >>> [shard_of(name, 3) for name in ("ann", "kim", "joe")]
     [1, 2, 3]
     """
-    digest = hashlib.blake2b(str(key).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % RANGES * shards // RANGES + 1
+    return blocks(shards)[range_of(key)] or 1
 
 
 def shard_name(name: str, number: int, shards: int) -> str:
@@ -165,7 +179,7 @@ class Definition(Struct):
     nodes: tuple[Any, ...] = ()  # classes below immortal.Node that it can create
     keyed: type | None = None  # the type of its keys
     objects: Definition | None = None  # of the class of the keys' objects, in the definition of what calls reach
-    shard: tuple[int, int] | None = None  # which one a new instance is, of how many, from 1; None: nobody says
+    shard: tuple[int, ...] | None = None  # which one a new instance is, of how many; see Keys.become
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
     by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
     by_key: dict[str, Handler[Any, Any]] = field(default_factory=dict)  # overridden ones included
@@ -318,6 +332,8 @@ def define(definition: Definition, roles: Mapping[str, Iterable[str]] | None = N
     inherited: Definition | None = getattr(cls, "_immortal_definition", None)
     definition.roles = roles_of(name, definition.handlers, roles, inherited.roles if inherited else {})
     definition.resolve(names_may_be_missing=True)
+    for handler in definition.handlers.values():
+        redaction.learn(handler.function.__qualname__, handler.signature.parameters)
     return definition
 
 

@@ -17,13 +17,16 @@ from typing import Any, cast
 import msgspec
 
 from immortal.appsdk.calls.codec import annotated_names
-from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import refused
 from immortal.appsdk.errors import AS_RPC, DefinitionError, QueryError, StateError
 from immortal.appsdk.handlers.decorators import BoundHandler, Handler, by_position
-from immortal.appsdk.handlers.definition import KEY, Definition, key_problem, shard_of
+from immortal.appsdk.handlers.definition import ELSEWHERE, KEY, Definition, key_problem, range_of, shard_of
+from immortal.appsdk.handlers.moves import HANDLERS as MOVING
+from immortal.appsdk.handlers.moves import Moves, Moving
 from immortal.appsdk.state.schema import hook_of
 from immortal.appsdk.state.table import Table
+from immortal.protocol import redaction
+from immortal.protocol.extensions import INSTANCES
 from immortal.protocol.verdicts import Cause
 
 _HOOKS = ("prepare", "checkpoint", "restore")
@@ -70,6 +73,8 @@ class KeyContext:
             if vars(self.one).keys() != self._names:
                 keys._immortal_definition.objects.state().collect(self.one)
             keys.keys.settle(self.key, self.one)
+            if self._names is None:
+                keys.note_key(self.key)
 
     @property
     def handlers(self) -> Any:
@@ -99,56 +104,61 @@ class ByName:
         return self._find(name)
 
 
-class Keys:
+class Keys(Moving):
     """State of one instance of a keyed class: objects by key, its ``shard`` (from 1), and how many ``shards`` exist."""
-
-    _immortal_context: Context
-    _immortal_definition: Any
-
-    keys: Table[Any, Any]
-    shard: int
-    shards: int
 
     def __init__(self) -> None:
         self.shard = self.shards = 1
+
+    def become(self, shard: int, count: int, before: int = 0) -> None:
+        """Be that shard of ``count``. ``before``: the number of shards that have all ranges yet, without this one."""
+        self.shard, self.shards = shard, before or count
+        if before:
+            self.moves = Moves(count)
 
     @classmethod
     def upgrade(cls, old: Keys) -> Keys:
         """Upgrade each key's object by the ``upgrade`` of its class."""
         new = cls()
-        new.shard, new.shards = old.shard, old.shards
+        new.shard, new.shards, new.moves = old.shard, old.shards, old.moves
         for key, one in old.keys.items():
             new.keys[key] = cls._immortal_definition.objects.cls.upgrade(one)
         return new
 
     def problem(self, key: object) -> str:
-        """Return why this shard refuses calls for ``key``; "" if it accepts them."""
-        definition = self._immortal_definition
+        """Return why this shard answers no queries for ``key``; "" if it does."""
+        definition, name = self._immortal_definition, self._immortal_context.instance_name
         if problem := key_problem(definition.keyed, key):
             return f"{definition.name}: {problem}"
+        if self.moves is not None:
+            owner = self.owner(range_of(key))
+            return "" if owner == self.shard else f"{ELSEWHERE}: {name} has none for {key!r}, shard {owner} has"
         number = 1 if self.shards == 1 else shard_of(key, self.shards)
         if number == self.shard:
             return ""
-        name = self._immortal_context.instance_name
         return (
             f"{name} is shard {self.shard} of {self.shards}, and key {key!r} is of shard {number}: its caller "
             f"has another count of shards: use peers({definition.name}, ..., shards={self.shards})"
         )
 
-    def require_own(self, name: str, key: object) -> None:
-        """Check that ``key``, of a call of the handler ``name``, belongs to this instance. Raises HandlerError."""
-        if problem := self.problem(key):
-            raise refused(self._immortal_context, name, Cause.ARGUMENTS, problem)
+    def way_of(self, name: str, key: object) -> int | None:
+        """Return the shard through which a call of the handler ``name`` for ``key`` goes; None: it is for this one.
 
-    def require_shard(self, given: tuple[int, int] | None) -> None:
-        """Check that the project has not changed the number of shards. Raises StateError."""
-        if given is not None and given != (self.shard, self.shards):
+        Raises HandlerError."""
+        problem = self.problem(key) if self.moves is None else key_problem(self._immortal_definition.keyed, key)
+        if problem:
+            raise refused(self._immortal_context, name, Cause.ARGUMENTS, problem)
+        return None if self.moves is None else self.way(range_of(key))
+
+    def require_shard(self, given: tuple[int, ...] | None) -> None:
+        """Check that nobody has changed the number of shards without a move. Raises StateError."""
+        if self.moves is None and given is not None and given != (self.shard, self.shards):
             name = self._immortal_context.instance_name or "the instance"
             raise StateError(
                 f"{name} began as shard {self.shard} of {self.shards}, and is started as {given[0]} of {given[1]}; "
                 f"the app stops\n"
-                f"  Nothing has changed. The number of shards can't change, since keys can't move to another shard "
-                f"yet. Set count = {self.shards}"
+                f"  Nothing has changed. Set count = {self.shards}, and start it again: then 'immortal shards NAME "
+                f"--count {given[1]}' moves the keys"
             )
 
 
@@ -189,7 +199,8 @@ def keyed_definition(objects: Definition) -> Definition:
     holder: Any = type(cls.__name__, (Keys, objects.base), body)
     by_key = {one: _keyed_handler(handler, kind) for one, handler in objects.by_key.items()}
     handlers = {one: by_key[handler.key] for one, handler in objects.handlers.items()}
-    by_method_id = {handler.method_id: handler for handler in handlers.values()}
+    by_method_id = {handler.method_id: handler for handler in (*handlers.values(), *MOVING)}
+    roles = {one.name: (INSTANCES,) for one in MOVING} if objects.roles else {}
     holder._immortal_definition = made = msgspec.structs.replace(
         objects,
         cls=holder,
@@ -197,6 +208,7 @@ def keyed_definition(objects: Definition) -> Definition:
         handlers=handlers,
         by_key=by_key,
         by_method_id=by_method_id,
+        roles=objects.roles | roles,
         _codecs={},
         _state=None,
     )
@@ -235,6 +247,7 @@ def _keyed_handler(handler: Handler[Any, Any], kind: type) -> Handler[Any, Any]:
     made.function.__annotations__ = {KEY: kind, **annotated_names(handler.function)}
     key = inspect.Parameter(KEY, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
     made.signature = handler.signature.replace(parameters=[key, *handler.signature.parameters.values()])
+    redaction.parameters[where] = tuple(made.signature.parameters)
     made.call = by_position(made.function, made.signature)
     made.is_keyed = True
     made.limit_by = KEY

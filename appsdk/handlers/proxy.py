@@ -46,7 +46,7 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
     """
     initial = f"{definition.name}.{definition.initial or 'initial'}"
     found = [("", INITIAL_METHOD_ID, initial)]
-    for handler in definition.handlers.values():
+    for handler in definition.by_method_id.values():
         groups = ("", QUERIES) if handler.is_query else ("",)
         owner, dot, own = handler.function.__qualname__.rpartition(".")
         found += [(group, handler.method_id, f"{owner}{KEY_MARK * handler.is_keyed}{dot}{own}") for group in groups]
@@ -68,7 +68,7 @@ def all_method_names(definition: Definition) -> dict[tuple[str, int], str]:
     A method counts as a query only if all of these classes have it as a query: callers do not know which class runs.
     """
     names = {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
-    for handler in chain.from_iterable(one.handlers.values() for one in definition.chain):
+    for handler in chain.from_iterable(one.by_method_id.values() for one in definition.chain):
         if not handler.is_query:
             names.pop((QUERIES, handler.method_id), None)
     return names | _role_names(definition)
@@ -78,7 +78,7 @@ def _role_names(definition: Definition) -> dict[tuple[str, int], str]:
     """Return the methods that are not for everybody, once for each role that can call them, by the newest class."""
     found: dict[int, tuple[str, tuple[str, ...]]] = {}
     for one in reversed(definition.chain):
-        for handler in one.handlers.values():
+        for handler in one.by_method_id.values():
             found[handler.method_id] = _clipped(handler.function.__qualname__), one.roles.get(handler.name, ())
     return {(role, method_id): name for method_id, (name, roles) in found.items() for role in roles}
 
@@ -120,7 +120,8 @@ def peers(target: object, name: str, *, shards: int = 1) -> Any:
     """Declare the keys of a keyed class as peers: in the class body, ``carts = peers(Cart, "carts", shards=3)``.
 
     Handlers call one key: ``self.carts["ann"].add.fork("tea", 2)``. ``target``: as for :func:`peer`. ``shards``: the
-    ``count`` of ``carts`` in the project; it never changes. Raises DefinitionError.
+    ``count`` of ``carts`` in the project; after a change of that, calls to the old shards are forwarded. Raises
+    DefinitionError.
     """
     return Peers(target, name, shards)
 

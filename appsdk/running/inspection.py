@@ -7,7 +7,9 @@
     rows module:Class FILE OUT                             the state as rows, into the file OUT: a JSON list of table
                                                            and row on each line (:mod:`immortal.appsdk.state.tree`)
     methods module:Class                                   the names of its methods and its peers', as a JSON list of
-                                                           [destination, method ID, name]
+                                                           [destination, method ID, name, parameters]
+    paths module:Class                                     what rules of redaction can name in it and its nodes, as a
+                                                           JSON list of [names of the class, ["pay.card", ...]]
     unanswered module:Class FILE                           waits of its handlers that are not in the log, after a
                                                            what-if: a JSON list of {"handler", "arguments", "waits_for"}
 
@@ -44,7 +46,7 @@ from immortal.appsdk.state.journal import SavedTask, SavedTasks, describe_wait
 from immortal.appsdk.state.schema import Envelope, decode_envelope, is_transient
 from immortal.appsdk.state.tree import Fields, Row, differences, state_rows, task_rows, to_json, tree
 from immortal.appsdk.types.handles import handle_label, read_extension
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.files import opener
@@ -87,10 +89,10 @@ def inspect_state(main: Definition, blob: bytes) -> InspectedState:
         if envelope.nodes is not None:
             waiting.update(describe_nodes(envelope.nodes))
         opaque = Fields({"$opaque": len(state), "check": f"{crc64(bytes(state)):016x}"})
-        return InspectedState(envelope, Fields({**opaque, **waiting}))
+        return InspectedState(envelope, Fields({**opaque, **redacted_state(waiting, definition)}))
     shown = describe_state(definition, instance, envelope.tasks)
     if envelope.nodes is not None:
-        shown.update(describe_nodes(envelope.nodes))
+        shown.update(redacted_state(describe_nodes(envelope.nodes)))
     return InspectedState(envelope, shown)
 
 
@@ -100,9 +102,45 @@ def describe_state(definition: Definition, instance: object, tasks: SavedTasks |
     schema = definition.state()
     names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
     try:
-        return Fields({**{name: tree(getattr(instance, name)) for name in names}, **waiting})
+        state = Fields({**{name: tree(getattr(instance, name)) for name in names}, **waiting})
+        return redacted_state(state, definition)
     except RecursionError:
         raise StateError(f"{definition.name}: the state is too deep to be shown") from None
+
+
+def redacted_state(state: Fields, definition: Definition | None = None) -> Fields:
+    """Return a state as people are shown it (:mod:`immortal.protocol.redaction`). Without ``definition`` rules are for
+    all classes.
+    """
+    if not redaction.rules():
+        return state
+    classes = None if definition is None else class_names(definition)
+    attributes = {name: part for name, part in state.items() if not name.startswith("$")}
+    shown = Fields({**state, **redaction.redact(attributes, (), classes)})
+    if (definition is None or definition.objects) and isinstance(keys := attributes.get("keys"), dict):
+        shown["keys"] = {key: redaction.redact(one, (), classes) for key, one in keys.items()}
+    for name in {"$waiting", "$queued"} & state.keys():
+        shown[name] = [_redacted_task(task, definition) for task in state[name]]
+    if "$signals" in state:
+        shown["$signals"] = redaction.redact(state["$signals"], (), classes)
+    if "$nodes" in state:
+        shown["$nodes"] = [redaction.redact(node, (), {node["$class"]}) for node in state["$nodes"]]
+    return shown
+
+
+def class_names(definition: Definition) -> set[str]:
+    """Return the names of a class, its bases, and the classes that it upgrades."""
+    return {
+        name for one in definition.chain for name in (*(cls.__qualname__ for cls in one.cls.__mro__), *one.formerly)
+    }
+
+
+def _redacted_task(task: Fields, definition: Definition | None) -> Fields:
+    handler = definition.handlers.get(task["handler"]) if definition else None
+    arguments, names = task["arguments"], () if handler is None else handler.signature.parameters
+    shown = {"arguments": redaction.arguments(task["handler"], arguments, names)} if type(arguments) is list else {}
+    results = [[what, redaction.result(redaction.called(what), value)] for what, value in task.get("results", ())]
+    return Fields({**task, **shown, **({"results": results} if results else {})})
 
 
 def rows(main: Definition, blob: bytes) -> Iterator[tuple[str, Row | str]]:
@@ -111,7 +149,8 @@ def rows(main: Definition, blob: bytes) -> Iterator[tuple[str, Row | str]]:
     yield from state_rows(inspected.state)
     if inspected.envelope.tasks is not None:
         definition = restoring_class(main, inspected.envelope)
-        yield from task_rows(inspected.envelope.tasks, partial(_handler_name, definition), _decoded)
+        for table, row in task_rows(inspected.envelope.tasks, partial(_handler_name, definition), _decoded):
+            yield table, _redacted_task(Fields(row), definition) if "arguments" in row else row
 
 
 def describe_tasks(definition: Definition, saved: SavedTasks) -> Fields:
@@ -158,10 +197,13 @@ def unanswered(main: Definition, blob: bytes) -> list[Fields]:
     envelope, _ = decode_envelope(blob)
     definition = restoring_class(main, envelope)
     return [
-        Fields(
-            handler=_handler_name(definition, task.method_id),
-            arguments=_decoded(task.arguments),
-            waits_for=describe_wait(pending),
+        _redacted_task(
+            Fields(
+                handler=_handler_name(definition, task.method_id),
+                arguments=_decoded(task.arguments),
+                waits_for=describe_wait(pending),
+            ),
+            definition,
         )
         for task in (envelope.tasks.tasks if envelope.tasks else [])
         for pending in task.pending
@@ -224,7 +266,9 @@ def _parser() -> argparse.ArgumentParser:
     shown = commands.add_parser("diff-shown", help="what differs between two states that were shown, as JSON")
     table = commands.add_parser("rows", help="the state as rows of tables, into a file")
     methods = commands.add_parser("methods", help="the names of its methods, as JSON")
-    methods.add_argument("target", metavar="module:Class", help="the class below immortal.Immortal")
+    paths = commands.add_parser("paths", help="what rules of redaction can name, as JSON")
+    for command in (methods, paths):
+        command.add_argument("target", metavar="module:Class", help="the class below immortal.Immortal")
     for command, sides in ((show, [""]), (table, [""]), (compare, ["old_", "new_"]), (waiting, [""])):
         for side in sides:
             command.add_argument(f"{side}target", metavar="module:Class", help="the class below immortal.Immortal")
@@ -244,11 +288,12 @@ def _positive(text: str) -> int:
 
 
 def _answer(options: argparse.Namespace) -> tuple[int, Any]:
-    if options.command == "methods":
-        return _methods(options.target)
+    if options.command in ("methods", "paths"):
+        return (_methods if options.command == "methods" else _paths)(options.target)
     if options.command == "diff-shown":
         old, new = (
-            Fields(decoding.load_json(file.read_bytes())["state"]) for file in (options.old_file, options.new_file)
+            redacted_state(Fields(decoding.load_json(file.read_bytes())["state"]))
+            for file in (options.old_file, options.new_file)
         )
         return EXIT_DONE, [difference.to_json() for difference in islice(differences(old, new), options.limit)]
     sides = ("old_", "new_") if options.command == "diff" else ("",)
@@ -294,7 +339,23 @@ def _methods(target: str) -> tuple[int, Any]:
     except AppError as error:
         print_message(target, str(error))
         return EXIT_NOT_RUNNABLE, None
-    return EXIT_DONE, [[*key, name] for key, name in names.items()]
+    return EXIT_DONE, [[*key, name, redaction.parameters.get(name, ())] for key, name in names.items()]
+
+
+def _paths(target: str) -> tuple[int, Any]:
+    if (cls := load_or_report(target)) is None:
+        return EXIT_NOT_RUNNABLE, None
+    definition = definition_of(cls)
+    own = [[sorted(class_names(definition)), [path for one in definition.chain for path in _paths_of(one)]]]
+    return EXIT_DONE, [*own, *([[cls.__qualname__], [*resolve_hints(cls), *dir(cls)]] for cls in definition.nodes)]
+
+
+def _paths_of(definition: Definition) -> Iterator[str]:
+    objects = (definition.objects or definition).cls
+    yield from resolve_hints(objects)
+    yield from (f"{name}.{redaction.RESULT}" for name in dir(objects))
+    for name, handler in definition.handlers.items():
+        yield from (f"{name}.{parameter}" for parameter in handler.signature.parameters)
 
 
 if __name__ == "__main__":

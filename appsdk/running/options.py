@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,8 @@ class RunOptions:
     is large. ``effects``: functions to replace and their replacements, as "module:function". ``timings``: folder for
     the times of handlers, and a limit in bytes; None: no times. ``debugpy``: port at which its clients attach.
     ``executions``: file for their list, and its days (0: no limit); None: no list. ``shard``: of a keyed class, which
-    one it is, of how many, from 1; None: as in its state. ``handler_limit_s``: in place of the class's own limit."""
+    one it is, of how many, from 1, and how many there were before; None: as in its state. ``handler_limit_s``: in place
+    of the class's own limit."""
 
     strict: bool = False
     trace: bool = False
@@ -52,7 +54,7 @@ class RunOptions:
     timings: tuple[Path, int] | None = None
     debugpy: int | None = None
     executions: tuple[Path, int] | None = None
-    shard: tuple[int, int] | None = None
+    shard: tuple[int, ...] | None = None
     handler_limit_s: float | None = None
 
 
@@ -78,12 +80,19 @@ def run_options(
     )
 
 
-def _shard(environment: Mapping[str, str]) -> tuple[int, int] | None:
+def _shard(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     text = environment.get(SHARD_VARIABLE, "")
-    number, _, count = text.partition("/")
-    if text and not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= RANGES):
-        raise OptionError(f"{SHARD_VARIABLE}={text!r}: which shard of how many was expected, such as 2/3")
-    return (int(number), int(count)) if text else None
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})(?:/(\d{1,4}))?", text, re.ASCII)
+    numbers = tuple(int(one) for one in found.groups() if one is not None) if found else (0, 0)
+    number, count, *before = numbers
+    lowest = 0 if before and count == 1 else 1
+    is_new = not before or (before[0] >= 1 and before[0] != count)
+    if text and not (lowest <= number <= count <= RANGES and is_new):
+        raise OptionError(
+            f"{SHARD_VARIABLE}={text!r}: which shard of how many was expected, such as 2/3; or 4/5/3: a new one, while "
+            f"3 shards have the keys"
+        )
+    return numbers if text else None
 
 
 def _effects(environment: Mapping[str, str]) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Mu
 from itertools import chain
 from operator import add, attrgetter, lt
 from threading import get_ident
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeGuard, TypeVar, cast, get_args
 
 import lmdb
 import msgspec
@@ -379,6 +379,19 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             store.limit_bytes = 2 * store.recent_size_bytes
 
     # --- for the SDK ------------------------------------------------------------------------------------------------
+
+    def take_raw(self, key: K) -> bytes | None:
+        """Remove a row and return its encoded value; None: there is none."""
+        packed = self._kind.key.pack(key)
+        self._enter(writes=True)
+        if (data := self._rows.get(packed)) is not None:
+            self._delete(packed)
+        return data
+
+    def put_raw(self, key: K, data: bytes) -> None:
+        """Set a row to an encoded value, of a table of the same class without indexes."""
+        self._enter(writes=True)
+        self._put(key, self._kind.key.pack(key), data, cast(V, None))
 
     def pieces(self) -> tuple[int, Iterator[bytes]]:
         """Encode the table as a MessagePack map, like a dict; return its size in bytes, and its pieces."""

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 from uuid import UUID
@@ -24,6 +25,7 @@ from msgspec import Struct
 
 from immortal.appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks, describe_wait
 from immortal.appsdk.types.registry import find_codec, show_custom
+from immortal.protocol.redaction import REDACTED, Redacted
 
 Tree = Any
 """Tree: None, bool, int, float, str, bytes, list, dict, Fields or Members; containers hold trees."""
@@ -143,36 +145,39 @@ class _Builder:
         return made
 
 
-def to_json(part: Tree) -> Any:
+def to_json(part: Tree, *, reveals: bool = False) -> Any:
     """Convert a tree to JSON values. A value that JSON lacks becomes an object with one name that starts with "$".
 
     bytes {"$bytes": hex}, sets {"$set": [...]}, NaN and infinities {"$float": "nan"}, integers of more digits than
     Python writes {"$int": "0x..."}. Keys that are no strings are written as text; if two would look alike, or like one
-    of these objects, the mapping is {"$map": [[key, value], ...]}.
+    of these objects, the mapping is {"$map": [[key, value], ...]}. ``reveals``: also what is hidden from people.
     """
+    if isinstance(part, Redacted):
+        return to_json(part.value, reveals=True) if reveals else REDACTED
     if isinstance(part, bytes):
         return {"$bytes": part.hex()}
     if isinstance(part, float) and not math.isfinite(part):
         return {"$float": repr(part)}
     if type(part) is int and part.bit_length() > _DIGITS_BITS_MAX:
         return {"$int": hex(part)}
+    plain = partial(to_json, reveals=reveals)
     if isinstance(part, Members):
-        return {"$set": [to_json(item) for item in part]}
+        return {"$set": list(map(plain, part))}
     if isinstance(part, list | tuple):
-        return [to_json(item) for item in part]
+        return list(map(plain, part))
     if isinstance(part, Fields):
-        return {name: to_json(item) for name, item in part.items()}
+        return {name: plain(item) for name, item in part.items()}
     if isinstance(part, dict):
-        made = {key if isinstance(key, str) else json.dumps(to_json(key)): to_json(item) for key, item in part.items()}
+        made = {key if isinstance(key, str) else json.dumps(plain(key)): plain(item) for key, item in part.items()}
         if len(made) < len(part) or any(name.startswith("$") for name in made):
-            return {"$map": [[to_json(key), to_json(part[key])] for key in sorted(part, key=canonical)]}
+            return {"$map": [[plain(key), plain(part[key])] for key in sorted(part, key=canonical)]}
         return made
     return part
 
 
 def canonical(part: Tree) -> str:
     """Return a text that equal trees share."""
-    return json.dumps(to_json(part), sort_keys=True)
+    return json.dumps(to_json(part, reveals=True), sort_keys=True)
 
 
 # Differences between two trees, part by part.
@@ -239,7 +244,7 @@ def _member_differences(old: Members, new: Members, path: str) -> Iterator[Diffe
     for text in sorted({*before, *after}):
         if (text in before) != (text in after):
             part = before[text] if text in before else after[text]
-            name = text if isinstance(part, list | dict) else repr(part)
+            name = json.dumps(to_json(part), sort_keys=True) if isinstance(part, list | dict) else repr(part)
             yield Difference(f"{path}{{{name}}}", before.get(text, ABSENT), after.get(text, ABSENT))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, overload
@@ -13,9 +13,10 @@ import msgspec
 from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.errors import HandlerError, UsageError
 from immortal.appsdk.handlers.definition import Definition, definition_of, shard_name
+from immortal.appsdk.handlers.moves import change_count, shard_numbers
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.debugger import skip_in_replays
-from immortal.appsdk.testing.instance import Instance, MemorySource, Shards
+from immortal.appsdk.testing.instance import Instance, MemorySource, Pending, Shards
 from immortal.appsdk.testing.outside import OUTSIDE_NAME, OUTSIDERS, EffectStubs
 from immortal.appsdk.testing.replay_check import ReplayDiffers, problems_of
 from immortal.appsdk.testing.world import CrashPlan, Victim, World
@@ -102,11 +103,38 @@ class Environment:
             return self._start(definition, name, effects)
         if definition.objects is None or shards < 1:
             raise UsageError(f"env.start(..., shards={shards!r}): a keyed class and a number from 1 were expected")
-        started = []
-        for number in range(1, shards + 1):
-            one = msgspec.structs.replace(definition, shard=(number, shards))
-            started.append(self._start(one, shard_name(name, number, shards), effects))
-        return Shards(started)
+        started = {}
+        for number in shard_numbers(shards):
+            one = msgspec.structs.replace(definition, shard=(number or 1, shards))
+            started[number] = self._start(one, shard_name(name, number, shards), effects)
+        return Shards(name, started, shards)
+
+    def change_shards(
+        self, shards: Shards[T], count: int, *, meanwhile: Callable[[], object] = lambda: None
+    ) -> list[str]:
+        """Move the keys of a keyed class to another number of instances, as 'immortal shards NAME --count' does.
+
+        Return the handlers for which some keys still wait; a further call moves them. ``meanwhile`` is called before
+        each step of the move, for example to send calls. Raises as :meth:`run`.
+        """
+        __tracebackhide__ = True
+        one = next(iter(shards.started.values()))
+
+        def start() -> None:
+            for number in set(shard_numbers(count)) - shards.started.keys():
+                shard = msgspec.structs.replace(one.definition, shard=(number, count, shards.count))
+                name = shard_name(shards.name, number, count)
+                shards.started[number] = self._start(shard, name, one._node.effects)
+
+        def call(number: int, handler: Any, *arguments: Any) -> Any:
+            name = shards.started[number].name
+            meanwhile()
+            sent = self._world.outside.call(name, handler, arguments)
+            return Pending(self._world, one.definition, handler, sent).result()
+
+        waiting = change_count(call, start, lambda: False, shards.count, count)
+        shards.count = shards.count if waiting else count
+        return waiting
 
     def _start(self, definition: Definition, name: str, effects: EffectStubs | None) -> Instance[Any]:
         __tracebackhide__ = True

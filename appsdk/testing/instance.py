@@ -15,7 +15,7 @@ from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import ImpulseQueue, Write
 from immortal.appsdk.errors import Disconnected, UsageError
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.handlers.definition import definition_of, shard_of
+from immortal.appsdk.handlers.definition import blocks, definition_of, range_of
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.local_app import LocalApp
@@ -302,13 +302,21 @@ class OfKey(Generic[T]):
 
 
 class Shards(Generic[T]):
-    """Handle of all ``instances`` of a keyed class, returned by ``env.start(Cart, "carts", shards=3)``."""
+    """Handle of all instances of a keyed class, returned by ``env.start(Cart, "carts", shards=3)``.
 
-    def __init__(self, instances: list[Instance[T]]) -> None:
-        self.instances = instances
+    ``started``: also those that had keys before; by number, 0 for one alone. ``count``: of those that have keys now."""
+
+    def __init__(self, name: str, started: dict[int, Instance[T]], count: int) -> None:
+        self.name = name
+        self.started = started
+        self.count = count
+
+    @property
+    def instances(self) -> list[Instance[T]]:
+        return [self.started[number] for number in sorted(self.started)]
 
     def __getitem__(self, key: Any) -> OfKey[T]:
-        return self.instances[shard_of(key, len(self.instances)) - 1][key]
+        return self.started[blocks(self.count)[range_of(key)]][key]
 
     @property
     def keys(self) -> dict[Any, T]:

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from immortal.appsdk.errors import DefinitionError
 from immortal.protocol.extension_values import converted
+from immortal.protocol.redaction import Redacted
 
 T = TypeVar("T")
 Plain = TypeVar("Plain")
@@ -136,6 +137,8 @@ def encode_custom(value: Any) -> Any:
 
 def show_custom(value: Any) -> Any:
     """Return the value to show to people in place of ``value``."""
+    if isinstance(value, Redacted):
+        return str(value)
     codec = _codec_for(value)
     return _applied(value, codec.show or codec.encode)
 

@@ -175,6 +175,10 @@ class Incoming:
                 context.nodes.accounts.count_incoming(data)
             self._tasks.resolve(call, kind is _RAISED, value)
             self._tasks.drain()
+        elif (relay := getattr(self._tasks.instance, "_immortal_relay", None)) is not None and relay(
+            number, kind is _RAISED, value
+        ):
+            return
         elif MARK in data and self.failed is None:
             context.nodes.accounts.return_copies(data)
 

@@ -260,6 +260,11 @@ class Answers:
             send = self._senders[key] = made
         return send
 
+    def pass_on(self, destination: str, method_id: int, kind: RpcType, arguments: tuple[Any, ...]) -> None:
+        """Forward a call of the method, which another instance of the same class has too."""
+        sender = self._context.outbox.make_sender
+        sender(destination, "a forwarded call", method_id, RpcKind.CALL, rpc_type=kind)(arguments)
+
     def answer(self, handler: Handler[Any, Any], caller: str, number: int, raised: bool, value: bytes) -> None:
         to, front = self.answer_address(caller, number)
         if raised:
@@ -419,7 +424,7 @@ class HandlerRuns:
     ) -> None:
         """Report that ``handler`` raised an exception that it declares."""
         if self.context.reporter is not None:
-            describe = partial(describe_arguments, arguments, _names(handler))
+            describe = partial(describe_arguments, arguments, _names(handler), handler.name)
             self.context.reporter.declared(self.context, handler.function.__qualname__, describe, caller, error)
 
     def run_step(self, task: int, step: int, handler: AnyHandler, arguments: tuple[Any, ...]) -> tuple[bool, bytes]:

@@ -512,6 +512,19 @@ class Events:
                 del self.kept[name]
             self.signal(name, value)
 
+    def take(self, name: str) -> list[bytes]:
+        """Remove and return the kept signals of a name."""
+        values = list(self.kept.pop(name))
+        self._count -= len(values)
+        self._size_bytes -= sum(map(len, values))
+        return values
+
+    def put(self, name: str, values: list[bytes]) -> None:
+        """Keep signals that another instance has taken."""
+        self.kept.setdefault(name, deque()).extend(values)
+        self._count += len(values)
+        self._size_bytes += sum(map(len, values))
+
     def _give(self, name: str, value: bytes) -> None:
         self._given[name] -= 1
         if not self._given[name]:

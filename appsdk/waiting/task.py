@@ -219,13 +219,13 @@ class Task(Owner):
 
     def arguments_text(self) -> str:
         """Return the handler's arguments as text, without secrets."""
-        return describe_arguments(self.decoded_arguments(), self.handler.signature.parameters)
+        return describe_arguments(self.decoded_arguments(), self.handler.signature.parameters, self.name)
 
     @property
     def described_call(self) -> str:
         if not self._call_text:
             names = self.handler.signature.parameters
-            self._call_text = f"{self.name}{describe_encoded(self.arguments, names, named=False)}"
+            self._call_text = f"{self.name}{describe_encoded(self.arguments, names, self.name, named=False)}"
         return self._call_text
 
     # --- running ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import msgspec
 
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
 from immortal.appsdk.calls.outbox import OF_ORDER
-from immortal.appsdk.calls.user_code import describe_arguments
+from immortal.appsdk.calls.user_code import describe_arguments, describe_result
 from immortal.appsdk.effects.effect import encodable
 from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
@@ -53,7 +53,7 @@ from immortal.appsdk.waiting.operations import (
 )
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskSelf
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.client_frames import Caller
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID, HANDLERS_COUNT_MAX, REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import VerdictKind
@@ -391,6 +391,9 @@ class Tasks(Host):
 
     def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
         """Cancel an earlier call of ``caller``, and answer whether it was still open. Raises HandlerError."""
+        forward = getattr(self.instance, "_immortal_cancel", None)
+        if forward is not None and forward(caller, number, cancelled, reason):
+            return
         calls = self._by_call.get((caller, cancelled), [])
         queued = self.limits.queued.values()
         waits = next((one.number for one in queued if (one.caller, one.call_number) == (caller, cancelled)), None)
@@ -477,9 +480,10 @@ def describe_one(tasks: Tasks, number: int) -> Values:
 def _describe_queued(tasks: Tasks, call: SavedTask) -> Values:
     handler = tasks.definition.by_method_id[call.method_id]
     waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
-    arguments = describe_arguments(tasks.codec(handler).decode(call.arguments), handler.signature.parameters)
+    arguments = tasks.codec(handler).decode(call.arguments)
+    shown = describe_arguments(arguments, handler.signature.parameters, handler.name)
     place = call.sequence_id, call.message_index
-    described = _describe_call(call, handler.function.__qualname__, arguments, place)
+    described = _describe_call(call, handler.function.__qualname__, shown, place)
     return described | {"waits": [waits], "at": [], "cancelled": []}
 
 
@@ -538,7 +542,7 @@ def describe_step(entry: Entry) -> Values:
         return {"step": 0, "what": "cancelled", **_describe_cancellation(entry), "raised": True}
     try:
         shown = decoding.decode_shown(entry.value, ext_hook=read_extension)
-        value = encodable(_raised(shown) if entry.raised else describe_arguments((shown,))[1:-1])
+        value = encodable(_raised(shown) if entry.raised else describe_result(shown, redaction.called(entry.what)))
     except decoding.DecodeError:
         value = f"{len(entry.value)} bytes"
     what = describe_operation(entry) if entry.what == TIMER else entry.what

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from immortal.coordinator.core.output.output_check import Divergence
-from immortal.protocol import decoding, system_methods
+from immortal.protocol import decoding, redaction, system_methods
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from immortal.protocol.peer_frames import PeerFrame, RefusedCode
@@ -33,7 +34,7 @@ def format_call(message: bytes, destination: str, methods: Methods) -> str:
     except ImmortalError as error:
         return f"a message that can't be read ({error})"
     name = method_name(rpc.method_id, rpc.kind, destination, methods)
-    return CallText.from_rpc(rpc, is_msgpack=name is not None).with_method(name)
+    return CallText.from_rpc(rpc, is_msgpack=name is not None, name=name).with_method(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,28 @@ class CallText:
     kind: int
     prefix: str
     suffix: str
+    redacted: tuple[str, str] | None = None  # both parts for a name that rules of redaction concern
 
     @classmethod
-    def from_rpc(cls, rpc: IncomingRpc, *, is_msgpack: bool, size_max: int | None = ARGUMENTS_SIZE_MAX) -> CallText:
+    def from_rpc(
+        cls, rpc: IncomingRpc, *, is_msgpack: bool, size_max: int | None = ARGUMENTS_SIZE_MAX, name: str | None = None
+    ) -> CallText:
         """Format a call. ``is_msgpack``: the arguments are a MessagePack array, as the SDK's are; other arguments are
-        shown in hex. ``size_max``: of the arguments, in characters; None: no limit.
+        shown in hex. ``size_max``: of the arguments, in characters; None: no limit. ``name``: of the method, if it is
+        known now.
         """
-        return cls(rpc.method_id, rpc.kind, *_around_name(rpc, is_msgpack, size_max))
+        if name is not None or not redaction.rules():
+            return cls(rpc.method_id, rpc.kind, *_around_name(rpc, is_msgpack, size_max, name or ""))
+        plain, redacted = (_around_name(rpc, is_msgpack, size_max, each) for each in ("", None))
+        return cls(rpc.method_id, rpc.kind, *plain, redacted)
 
     def with_method(self, name: str | None) -> str:
-        if self.method_id == system_methods.EFFECT_METHOD_ID and self.prefix:  # this text already names the effect
-            return self.prefix
-        return f"{self.prefix}{name or f'method {self.method_id}'}{self.suffix}"
+        prefix, suffix = self.prefix, self.suffix
+        if self.redacted is not None and redaction.concerns(name):
+            prefix, suffix = self.redacted
+        if self.method_id == system_methods.EFFECT_METHOD_ID and prefix:  # this text already names the effect
+            return prefix
+        return f"{prefix}{name or f'method {self.method_id}'}{suffix}"
 
 
 _SYSTEM_METHODS = {
@@ -88,28 +99,36 @@ def format_counted_method(method_id: int, kind: int, destination: str, methods: 
     return f"exceptions of {name}" if kind == RpcKind.RAISED else f"answers of {name}"
 
 
-def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tuple[str, str]:
+def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None, name: str | None) -> tuple[str, str]:
+    """Return the text before and behind the method's name. ``name`` None: all that a rule may hide is hidden; "": no
+    rule is for it."""
     try:
         values = decoding.decode_shown(rpc.arguments) if is_msgpack else None
     except decoding.DecodeError:
         values = None  # a handler with its own format
     if not isinstance(values, list):
-        return "", f"({_clipped(bytes(rpc.arguments).hex(' '), size_max)})"
+        is_hidden = name != "" and redaction.concerns(name)
+        return "", f"({redaction.REDACTED if is_hidden else _clipped(bytes(rpc.arguments).hex(' '), size_max)})"
     of = ""
     if rpc.kind != RpcKind.CALL and values[1:] and isinstance(values[0], str):  # an answer that goes to a client
         client, *values = values
         of = f" of {client}"
+
+    def shown(value: object) -> object:
+        return value if name == "" else redaction.result(name, value)
+
     match rpc.kind, values:
         case RpcKind.RETURNED_VALUE, [number, value]:
-            return f"the answer {_clipped(safe_repr(value), size_max)} of ", f" to call {number}{of}"
+            return f"the answer {_clipped(safe_repr(shown(value)), size_max)} of ", f" to call {number}{of}"
         case RpcKind.RETURNED_NOTHING, [number]:
             return "the answer of ", f" to call {number}{of}"
         case RpcKind.RAISED, [number, error, list(arguments), _]:
-            raised = f"{error}({', '.join(map(safe_repr, arguments))})"
+            raised = f"{error}({', '.join(map(safe_repr, map(shown, arguments)))})"
             return "the answer of ", f" to call {number}{of}: it raised {_clipped(raised, size_max)}"
     if rpc.method_id == system_methods.EFFECT_METHOD_ID and 5 <= len(values) <= 7:
         # The number of the wait, "effect NAME", a checksum of its arguments, whether it raised, the value, its text,
         # its execution.
+        values = shown_values(rpc.method_id, values, name)
         how, value = ("raised", _effect_error(values[4])) if values[3] else ("returned", safe_repr(values[4]))
         if values[5:]:
             return f"{values[5]} {how} {_clipped(value, size_max)}", ""
@@ -121,7 +140,20 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
     if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
         caller, number, *values = values
         waits = f" as call {number} of {caller or 'itself'}"
+    values = values if name == "" else shown_values(rpc.method_id, values, name)
     return "", f"({_clipped(', '.join(map(safe_repr, values)), size_max)}){waits}"
+
+
+def shown_values(method_id: int, values: list[Any], name: str | None) -> list[Any]:
+    """Return the arguments of a method, ``name``, as people are shown them. Of an effect's result and an order the
+    numbers stay, by which readers of logs find the handler.
+    """
+    if method_id == system_methods.EFFECT_METHOD_ID and len(values) >= 5:
+        shown = redaction.result(str(values[1]).removeprefix("effect "), values[4])
+        return [*values[:4], shown, *(redaction.words(str(text)) for text in values[5:6]), *values[6:]]
+    if method_id == system_methods.ORDER_METHOD_ID:
+        return values[:2] + redaction.arguments(None, values[2:])
+    return redaction.arguments(None if method_id in _SYSTEM_METHODS else name, values)  # calls can be within
 
 
 def effect_text(rpc: IncomingRpc) -> str:
@@ -130,7 +162,7 @@ def effect_text(rpc: IncomingRpc) -> str:
         values = decoding.decode_shown(rpc.arguments) if rpc.method_id == system_methods.EFFECT_METHOD_ID else None
     except decoding.DecodeError:
         return ""
-    return str(values[5]) if isinstance(values, list) and len(values) >= 6 else ""
+    return redaction.words(str(values[5])) if isinstance(values, list) and len(values) >= 6 else ""
 
 
 def time_text(time_ns: int) -> str:

@@ -72,7 +72,11 @@ class ProjectDaemon:
             gap = gaps.get(name)
             if gap is not None and not gap.can_upgrade and running.runs:
                 planned[name] = running.service  # keep the running one: the planned one can't run
-            elif planned.get(name) != running.service or (gap is not None and gap.is_requested):
+            elif (
+                name not in planned
+                or not planned[name].runs_as(running.service)
+                or (gap is not None and gap.is_requested)
+            ):
                 changed.append(running)
         await stop_all(changed)
         for name in [name for name in self._members if name not in planned]:

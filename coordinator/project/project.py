@@ -74,6 +74,12 @@ class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Version of the class."""
         return self.versions[0]
 
+    def runs_as(self, other: ServiceSpec) -> bool:
+        """Return True if ``other`` runs in the same way. The shard is that of the first start, whatever is planned."""
+        shard = {SHARD_VARIABLE: ""}
+        one, two = (msgspec.structs.replace(spec, environment={**spec.environment, **shard}) for spec in (self, other))
+        return one == two
+
 
 class Project:
     """Project of ``file``: an immortal.toml, or one Python file, whose services all have the default settings.
@@ -96,7 +102,7 @@ class Project:
             return self._services_of_module()
         listings: dict[object, ModuleListing] = {}
         planned: dict[str, ServiceSpec] = {}
-        for given in read_project(self.file)[1]:
+        for given in self.tables():
             for one in self._planned(given, listings):
                 if one.name in planned:
                     raise ProjectError(f"{given.place}: another table already defines an instance {one.name!r}")
@@ -116,15 +122,48 @@ class Project:
         self._require_shards(given, planned)
         return planned
 
+    def _registered(self, given: GivenService) -> list[str]:
+        """Return the names of the table's registered instances, also of those beyond its count."""
+        names = itertools.takewhile(self._is_registered, (f"{given.name}-{number}" for number in itertools.count(1)))
+        return [*filter(self._is_registered, (given.name,)), *names]
+
     def _require_shards(self, given: GivenService, planned: Sequence[ServiceSpec]) -> None:
         """Check that a keyed class has those shards that are registered, if any are. Raises ProjectError."""
-        names = itertools.takewhile(self._is_registered, (f"{given.name}-{number}" for number in itertools.count(1)))
-        registered = [name for name in (given.name,) if self._is_registered(name)] + list(names)
-        if SHARD_VARIABLE in planned[0].environment and registered and registered != [one.name for one in planned]:
+        registered, names = self._registered(given), [one.name for one in planned]
+        if SHARD_VARIABLE in planned[0].environment and registered and not given.count_before and registered != names:
             raise ProjectError(
-                f"{given.place}: count = {given.count} for {given.name!r}, whose keys are in {', '.join(registered)}: "
-                f"keys can't move to other shards yet. Set count as it was, or drop shards: 'immortal unregister NAME'"
+                f"{given.place}: count = {given.count} for {given.name!r}, whose keys are in {', '.join(registered)}. "
+                f"Set count as it was: 'immortal shards {given.name} --count {given.count}' moves the keys. Or drop "
+                f"shards: 'immortal unregister NAME'"
             )
+
+    def tables(self) -> list[GivenService]:
+        """Return the tables of an immortal.toml. Raises ConfigError."""
+        return [self._with_leaving(one) if one.count_before else one for one in read_project(self.file)[1]]
+
+    def table(self, name: str) -> GivenService:
+        """Return the table [services.NAME]. Raises ConfigError."""
+        tables = {} if self.is_module else {one.name: one for one in self.tables()}
+        if name not in tables:
+            raise ProjectError(f"{self.file} has no table [services.{name}]; it has {', '.join(tables) or 'none'}")
+        return tables[name]
+
+    def _with_leaving(self, given: GivenService) -> GivenService:
+        """Add the shards that only give their keys, as long as they are registered. Without any, no keys move."""
+        registered = self._registered(given)
+        leaving = [one for one in registered if one not in _shard_names(given.name, given.count)]
+        before = given.count_before if registered else 0
+        return msgspec.structs.replace(given, count_before=before, leaving=tuple(leaving))
+
+    def set_count(self, name: str, count: int, before: int) -> None:
+        """Write the count of instances into the table of a keyed class. ``before``: while keys move; 0: they do not."""
+        document = self._document()
+        table = document["services"][name]
+        table["count"] = count
+        table.pop("count_before", None)
+        if before:
+            table["count_before"] = before
+        self._write(document)
 
     def _is_registered(self, name: str) -> bool:
         return (self.home / f"{name}.toml").exists()
@@ -152,7 +191,7 @@ class Project:
         """Return the names of all instances; with an immortal.toml no code is imported. Raises as :meth:`services`."""
         if self.is_module:
             return [one.name for one in self._services_of_module()]
-        return [name for given in read_project(self.file)[1] for name in _names(given)]
+        return [name for given in self.tables() for name in _names(given)]
 
     def name(self) -> str:
         """Return the project's name, by immortal.toml or its folder. Raises ConfigError."""
@@ -160,7 +199,7 @@ class Project:
         return given or re.sub(r"[^A-Za-z0-9._-]+", "-", self.folder.name).strip("-.") or "project"
 
     def _given(self, name: str) -> GivenService:
-        return next(one for one in read_project(self.file)[1] if name in _names(one))
+        return next(one for one in self.tables() if name in _names(one))
 
     def service(self, name: str, app: str | None = None) -> ServiceSpec:
         """Return the instance ``name``. ``app``: another class for it. Raises as :meth:`services`."""
@@ -173,8 +212,6 @@ class Project:
 
         Raises ConfigError, also if other instances share the table.
         """
-        import tomlkit  # here: few commands write settings
-
         given = self._given(name)
         if given.app == app:
             return app
@@ -183,10 +220,19 @@ class Project:
                 f'{given.place}: {given.count} instances run {given.app}; write app = "{app}" there, then'
                 " 'immortal up --upgrade' upgrades all of them"
             )
-        document = tomlkit.parse(self.file.read_text("utf-8"))
+        document = self._document()
         document["services"][given.name]["app"] = app
-        write_atomically(self.file, tomlkit.dumps(document).encode(), mode=stat.S_IMODE(self.file.stat().st_mode))
+        self._write(document)
         return given.app
+
+    def _document(self) -> Any:
+        import tomlkit  # here: few commands write settings
+
+        return tomlkit.parse(self.file.read_text("utf-8"))
+
+    def _write(self, document: Any) -> None:
+        text = document.as_string().encode()
+        write_atomically(self.file, text, mode=stat.S_IMODE(self.file.stat().st_mode))
 
     def environment(self, overrides: Mapping[str, str]) -> dict[str, str]:
         """Return the environment for the processes of a service; ``overrides``: the variables of its table."""
@@ -235,8 +281,13 @@ def _planned(
         known = ", ".join(own) or "none"
         raise ProjectError(f"{given.place}: {module!r} has no service {class_name!r}; there are: {known}")
     service = listing.services[class_name]
-    for number, name in enumerate(_names(given), 1):
-        shard = {SHARD_VARIABLE: f"{number}/{given.count}"} if service.is_keyed else {}
+    numbers, before = _shard_names(given.name, given.count), given.count_before
+    shards = {name: f"{number or 1}/{given.count}" for name, number in numbers.items()}
+    if before:  # those that are there keep what they were started as
+        shards = {name: f"{number}/{given.count}/{before}" for name, number in numbers.items()}
+        shards |= {name: f"{number or 1}/{before}" for name, number in _shard_names(given.name, before).items()}
+    for name in _names(given):
+        shard = {SHARD_VARIABLE: shards.get(name, "")} if service.is_keyed else {}
         yield ServiceSpec(
             name=check_instance_name(name),
             app=f"{module}:{class_name}",
@@ -250,9 +301,12 @@ def _planned(
 
 
 def _names(given: GivenService) -> list[str]:
-    if given.count == 1:
-        return [given.name]
-    return [f"{given.name}-{number}" for number in range(1, given.count + 1)]
+    return [*_shard_names(given.name, given.count), *given.leaving]
+
+
+def _shard_names(name: str, count: int) -> dict[str, int]:
+    """Return the numbers of a service's instances by name: from 1; 0 for one alone."""
+    return {name: 0} if count == 1 else {f"{name}-{number}": number for number in range(1, count + 1)}
 
 
 def _module_of(file: str) -> str:
@@ -324,6 +378,9 @@ class Service(InstanceSettings, frozen=True, kw_only=True):
         doc("Its class."),
     ] = None
     count: Annotated[int, whole(1, COUNT_MAX), doc("Number of instances: NAME-1, NAME-2 and so on.")] = 1
+    count_before: Annotated[
+        int, whole(0, COUNT_MAX), doc("Count before 'immortal shards NAME --count', which sets it.", default="none")
+    ] = 0
     environment: Annotated[
         tuple[tuple[str, str], ...],
         kind("", 'a table of names and texts, such as { CURRENCY = "EUR" }', read=_environment),
@@ -343,7 +400,7 @@ class ProjectFile(Struct, frozen=True, kw_only=True):
 
 class GivenService(Struct, frozen=True):
     """Table [services.NAME] as read. ``settings``: the instance's, in the form of a settings file. ``place``: file and
-    line, for errors."""
+    line, for errors. ``count_before``: while keys move, or 0; ``leaving``: the instances that have none afterwards."""
 
     name: str
     app: str
@@ -352,6 +409,8 @@ class GivenService(Struct, frozen=True):
     environment: Mapping[str, str] = {}
     effects: Mapping[str, str] = {}
     settings: Mapping[str, Any] = {}
+    count_before: int = 0
+    leaving: tuple[str, ...] = ()
 
 
 def read_project(path: Path) -> tuple[str | None, list[GivenService]]:
@@ -392,6 +451,7 @@ def _given(source: Source, name: str, service: Service, values: Mapping[str, Any
         app=service.app,
         place=source.place(name, "services"),
         count=service.count,
+        count_before=service.count_before,
         environment=dict(service.environment),
         effects=dict(service.effects),
         settings=settings,

@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from immortal.coordinator.app import secret as app_secret
 from immortal.coordinator.config import AppAuth, InstanceSettings, override
 from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVERY, die_with_parent
-from immortal.protocol import kept_code, personal_keys
+from immortal.protocol import kept_code, personal_keys, redaction
 from immortal.protocol.executions import FILE_NAME
 from immortal.protocol.limits import NESTING_MAX_DEFAULT
 from immortal.protocol.timings import FOLDER_NAME
@@ -100,7 +100,7 @@ def app_command(
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
     environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
     environment[APP_FILE_STORE_VARIABLE] = settings.files_place
-    environment |= personal_keys.environment()
+    environment |= personal_keys.environment() | redaction.environment()
     if settings.nesting_max != NESTING_MAX_DEFAULT:
         environment[NESTING_VARIABLE] = str(settings.nesting_max)
     if log_format is not None:

@@ -25,6 +25,7 @@ from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.log.reader import LogReader
 from immortal.pipeline.sql.parquet_cache import TABLES, Range, update
 from immortal.pipeline.sql.states import state_tables, with_instance
+from immortal.protocol import redaction
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.executions import ExecutionsError, open_index
 from immortal.replay.plan import LogViewError
@@ -203,7 +204,7 @@ class Database:
         from duckdb.func import FunctionNullHandling
 
         rows = [row for log in self._logs.values() for row in _method_rows(log.name, log.methods())]
-        self.connection.execute("create table _methods (instance text, key bigint, method text)")
+        self.connection.execute("create table _methods (instance text, key bigint, method text, hidden boolean)")
         if rows:
             columns = {name: [row[index] for row in rows] for index, name in enumerate(_METHODS)}
             self.connection.register("_made_methods", pa.table(columns))
@@ -215,14 +216,17 @@ class Database:
             "varchar",
             null_handling=FunctionNullHandling.SPECIAL,
         )
+        hidden = "encode(rpad('[redacted]', octet_length(arguments)::integer, '.'))"
+        shown = f"if(coalesce(n.hidden, true), {hidden}, arguments)" if redaction.rules() else "arguments"
         # A join for each log, by a number: one for all, by names, takes ten times as long.
         selects = [
             f"""
             select m.instance, sequence_id, "index", time_ns, kind, source, position, sent_ns, rpc_kind, rpc_type,
-                   method_id, n.method, arguments,
-                   decode_arguments(m.instance, rpc_kind, rpc_type, method_id, arguments) as arguments_json, ok, reason
+                   method_id, n.method, {shown} as arguments,
+                   decode_arguments(m.instance, rpc_kind, rpc_type, method_id, m.arguments) as arguments_json,
+                   ok, reason
             from ({self._shown("messages", name)}) m
-            left join (select key, method from _methods where instance = {_text(name)}) n
+            left join (select key, method, hidden from _methods where instance = {_text(name)}) n
               on n.key = if(kind <> 'initial', method_id::bigint * 2 + (rpc_kind = 'call')::integer, null)
             """
             for name in self._logs
@@ -341,20 +345,23 @@ def _instance_row(log: Log, cut: LogCut) -> dict[str, Any]:
     }
 
 
-_METHODS = ("instance", "key", "method")
+_METHODS = ("instance", "key", "method", "hidden")
 
 
-def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, str]]:
-    """Yield (instance, key, method). Key: 2 * method ID for answers, plus 1 for calls to the instance's own methods."""
+def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, str, bool]]:
+    """Yield (instance, key, method, True if its arguments are hidden).
+
+    Key: 2 * method ID for answers, plus 1 for calls to the instance's own methods.
+    """
     answers: dict[int, str] = {}
     for (destination, method_id), name in methods.items():
         short = name.rpartition(".")[2]
         if destination:
             answers[method_id] = short
         else:
-            yield instance, method_id * 2 + 1, short
+            yield instance, method_id * 2 + 1, short, redaction.concerns(short)
     for method_id, short in answers.items():
-        yield instance, method_id * 2, short
+        yield instance, method_id * 2, short, redaction.concerns(short)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def _extract_range(reader: LogReader, folder: Path, first: int, end: int) -> Ran
     """Write a range: the records from ``first`` to ``end`` - 1, or RANGE_MESSAGES_MAX messages."""
     identity = reader.identity
     tables = {
-        name: TableReader(name, schema, identity.instance_name, identity.committer_id, True, None)
+        name: TableReader(name, schema, identity.instance_name, identity.committer_id, True, None, plain=True)
         for name, schema in TABLES.items()
     }
     made = [folder / f"new-{os.getpid()}-{name}" for name in TABLES]

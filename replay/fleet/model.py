@@ -15,7 +15,7 @@ from immortal.appsdk.waiting.impulses import Effect
 from immortal.coordinator.core.formatting import time_text
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import rpc_of
-from immortal.protocol import decoding
+from immortal.protocol import decoding, redaction
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
 from immortal.protocol.verdicts import MessageKey, Verdict
 from immortal.replay.fleet.player import FIRST_OTHER_NUMBER, LoggedRecord, Place, Player
@@ -39,7 +39,9 @@ class Call(Struct, frozen=True):
     fits: Callable[[Any], object] = lambda value: None
 
     def __str__(self) -> str:
-        arguments = [*map(repr, self.arguments), *(f"{name}={value!r}" for name, value in self.named.items())]
+        named = redaction.redact(dict(self.named), (self.method.rpartition(".")[2],))
+        arguments = [repr(one) for one in redaction.arguments(self.method, self.arguments)]
+        arguments += [f"{name}={value!r}" for name, value in named.items()]
         return f"{self.method}({', '.join(arguments)})"
 
 

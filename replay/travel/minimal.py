@@ -13,6 +13,7 @@ from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.state.tree import Tree
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import rpc_of, shown_arguments
+from immortal.protocol import redaction
 from immortal.protocol.extensions import RandomDraw
 from immortal.protocol.messages import RpcKind, RpcType
 from immortal.protocol.record import decode_header
@@ -115,8 +116,10 @@ class PartialRuns:
         rpc = rpc_of(self.slots[at].message)
         handler = self._definition.by_method_id.get(rpc.method_id) if rpc.kind == RpcKind.CALL else None
         arguments = shown_arguments(rpc)
-        shown = literals(*arguments or ())
-        if handler is None or arguments is None or None in shown:
+        if handler is None or arguments is None:
+            return None
+        shown = literals(*redaction.arguments(handler.name, arguments, handler.signature.parameters))
+        if None in shown:
             return None
         way = "send" if rpc.rpc_type == RpcType.IMPULSE else "begin"
         method = f"{self._definition.cls.__name__}.{handler.function.__name__}"

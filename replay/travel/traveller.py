@@ -13,6 +13,7 @@ from typing import Any
 
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.handlers.proxy import all_method_names
+from immortal.appsdk.running.inspection import class_names
 from immortal.appsdk.running.runner import load_or_report
 from immortal.appsdk.running.tracing import TracingOutbox
 from immortal.appsdk.state.tree import Difference, Fields, Tree, differences, tree
@@ -20,6 +21,7 @@ from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader, OutputMark
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, message_at, record_of, rpcs
+from immortal.protocol import redaction
 from immortal.protocol.messages import IncomingRpc
 from immortal.protocol.verdicts import Verdict
 from immortal.replay.plan import ReplayError, usable_checkpoints
@@ -176,9 +178,9 @@ class MomentExplorer:
             if at == index:
                 try:
                     value = evaluate(code, instance, name_of(rpc, self._methods), rpc, sequence_id, at)
-                    answer.update(value=shown(tree(value), "") | {"label": expression})
+                    answer.update(value=shown(_of_expression(tree(value)), "") | {"label": expression})
                 except Exception as error:
-                    answer.update(raised=f"{type(error).__name__}: {error}"[:500])
+                    answer.update(raised=_raised(error)[:500])
 
         walk.advance(record, after_message)
         self._walk = None  # the expression can have changed the state
@@ -201,7 +203,7 @@ class MomentExplorer:
                 return bool(evaluate(code, instance, method, rpc, sequence_id, at))
             except Exception as error:
                 if not raised:
-                    raised.append(f"{type(error).__name__}: {error} (at {sequence_id}:{at})"[:300])
+                    raised.append(f"{_raised(error)} (at {sequence_id}:{at})"[:300])
                 return False
 
         found = self._find_back((record, index), hits) if back else self._find_on((record, index), hits)
@@ -397,11 +399,14 @@ class MomentExplorer:
         walk = Walk(self._source, self._definition, checkpoint)
         return self._read_value(walk, walk.instance, steps)
 
-    @staticmethod
-    def _read_value(walk: Walk, instance: Any, steps: list[Step]) -> Tree:
+    def _read_value(self, walk: Walk, instance: Any, steps: list[Step]) -> Tree:
         if not steps or str(steps[0][1]).startswith("$"):
             return part_of(walk.state(instance), steps)
-        return value_at(instance, steps)
+        return self._value_at(instance, steps)
+
+    def _value_at(self, instance: Any, steps: list[Step]) -> Tree:
+        path = [key if isinstance(key, str | int) else None for _, key in steps]
+        return redaction.redact(value_at(instance, steps), path, class_names(self._definition))
 
     def watch(self, path: str, first: int, last: int) -> Values:
         """Return the value after each record of a range, or after each n-th: [[record, text, number or null]]."""
@@ -459,7 +464,7 @@ class MomentExplorer:
         def holds(kept: list[At]) -> bool:
             nonlocal tried
             tried += 1
-            return same(runs.value_after(kept, lambda player: value_at(player.instance, steps)), wanted)
+            return same(runs.value_after(kept, lambda player: self._value_at(player.instance, steps)), wanted)
 
         if not holds(inputs):
             raise ReplayError(f"{path}: the inputs of the log, given once more, do not give it that value")
@@ -546,6 +551,15 @@ class MomentExplorer:
     def _failed(self, at: At) -> str:
         verdicts: list[Verdict] = [one for one in self._source.summary().verdicts if one.key[:2] == at]
         return "; ".join(map(format_failure, verdicts))
+
+
+def _of_expression(value: Tree) -> Tree:
+    """Return an expression's value as people are shown it: rules can't follow values through code."""
+    return redaction.Redacted(value) if redaction.rules() and not isinstance(value, bool | None) else value
+
+
+def _raised(error: Exception) -> str:
+    return type(error).__name__ if redaction.rules() else f"{type(error).__name__}: {error}"
 
 
 def _before(at: At) -> At:

@@ -1,4 +1,4 @@
-"""Keyed classes against a map of maps: whatever is called, fails, is forgotten or crashes, each key has its books."""
+"""Keyed classes against a map of maps: whatever is called, fails, crashes or moves, each key has its books."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ class Model:
 
 
 STEP = st.tuples(
-    st.sampled_from(["put", "put", "fail", "forget", "collect", "end", "crash", "crash_app", "checkpoint", "stop"]),
+    st.sampled_from(
+        ["put", "put", "fail", "forget", "collect", "end", "move", "crash", "crash_app", "checkpoint", "stop"]
+    ),
     st.sampled_from(KEYS),
     st.sampled_from(["tea", "jam"]),
 )
@@ -76,7 +78,7 @@ STEP = st.tuples(
 @settings(max_examples=effort(7), deadline=None)
 @given(shards=st.sampled_from([1, 3]), steps=st.lists(STEP, max_size=25))
 def test_each_key_has_its_books(shards: int, steps: list[tuple[str, str, str]]) -> None:
-    model = Model()
+    model, target = Model(), 0
     with Environment(fail_alone=True) as env:
         books = env.start(Book, "books", shards=shards)
         for what, key, row in steps:
@@ -101,6 +103,12 @@ def test_each_key_has_its_books(shards: int, steps: list[tuple[str, str, str]]) 
                 book.call(Book.end)
                 model.signals[key] = model.signals.get(key, 0) + 1
                 model.settle(key)
+            elif what == "move":
+                target = target or {1: 3, 3: 2, 2: 1}[books.count]
+                waiting = env.change_shards(books, target)
+                assert bool(waiting) == (books.count != target)
+                assert not waiting or any(model.waiting.values())
+                target = target if waiting else 0
             elif what == "checkpoint":
                 book.instance.checkpoint()
             else:

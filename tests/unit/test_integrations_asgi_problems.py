@@ -24,8 +24,13 @@ from immortal.appsdk.client.errors import (
     OutcomeUnknown,
     ReplyGone,
 )
-from immortal.appsdk.integrations.asgi import gateway
-from immortal.appsdk.integrations.asgi.middleware import ProblemResponse, problem_of_call, problem_of_declared
+from immortal.appsdk.integrations.asgi.gateway import _body
+from immortal.appsdk.integrations.asgi.middleware import (
+    ProblemResponse,
+    RefusedRequest,
+    problem_of_call,
+    problem_of_declared,
+)
 from immortal.appsdk.integrations.asgi.services import TooManyCalls
 
 
@@ -90,6 +95,6 @@ def test_a_client_that_leaves_within_its_body_is_no_traceback() -> None:
     async def receive() -> dict[str, Any]:
         return next(messages)
 
-    with pytest.raises(gateway.RefusedRequest) as refused:
-        asyncio.run(gateway._body(starlette.requests.Request({"type": "http", "method": "POST"}, receive)))
+    with pytest.raises(RefusedRequest) as refused:
+        asyncio.run(_body(starlette.requests.Request({"type": "http", "method": "POST"}, receive)))
     assert refused.value.problem.detail == "the connection ended within it"

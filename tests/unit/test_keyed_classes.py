@@ -542,8 +542,10 @@ def test_functions_outside_of_a_keyed_class(env: Environment) -> None:
 
 def test_the_shard_comes_from_the_environment() -> None:
     assert run_options(environment={"IMMORTAL_SHARD": "2/3"}).shard == (2, 3)
+    assert run_options(environment={"IMMORTAL_SHARD": "3/4/2"}).shard == (3, 4, 2)
+    assert run_options(environment={"IMMORTAL_SHARD": "0/1/3"}).shard == (0, 1, 3)
     assert run_options(environment={}).shard is None
-    for wrong in ("3", "0/3", "4/3", "a/b", "1/5000", "1/3/3"):
+    for wrong in ("3", "0/3", "4/3", "a/b", "1/5000", "1/3/3", "0/1", "0/3/1", "3/4/0", "1/3/2/1"):
         with pytest.raises(OptionError, match=r"IMMORTAL_SHARD=.*: which shard of how many was expected, such as 2/3"):
             run_options(environment={"IMMORTAL_SHARD": wrong})
 

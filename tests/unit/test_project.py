@@ -363,9 +363,32 @@ def test_keys_stay_in_their_shards(tmp_path: Path) -> None:
         registered = [one.name for one in carts]
         for another in {1, 2, 3, 4} - {count}:
             make_project(tmp_path, source, table.format(another))
-            with pytest.raises(
-                ProjectError, match=f"count = {another} for 'carts', whose keys are in {others}: keys can't"
-            ):
+            said = (
+                f"count = {another} for 'carts', whose keys are in {others}.*'immortal shards carts --count {another}'"
+            )
+            with pytest.raises(ProjectError, match=said):
                 project.services()
+            make_project(tmp_path, source, table.format(f"{another}\ncount_before = {count}"))
+            planned = {one.name: one.environment.get("IMMORTAL_SHARD") for one in project.services()}
+            assert [planned.pop(name) for name in registered] == [f"{n}/{count}" for n in range(1, count + 1)]
+            new = [0] if another == 1 else [n for n in range(1, another + 1) if count == 1 or n > count]
+            assert [planned[name] for name in planned if name.startswith("carts")] == [
+                f"{n}/{another}/{count}" for n in new
+            ]
+            project.set_count("carts", count, 0)
+            assert project.table("carts").count_before == 0
         for name in registered:
             project.home.joinpath(f"{name}.toml").unlink()
+
+
+def test_shards_of_what_is_none(tmp_path: Path) -> None:
+    source = "from immortal import Immortal\nclass Cart(Immortal, keyed=str): ...\n"
+    make_project(tmp_path, source, '[services.carts]\napp = "shop:Cart"\ncount = 2\n')
+    for arguments, said in (
+        (["cart"], r"immortal.toml has no table \[services.cart\]; it has carts"),
+        (["carts", "--count", "3"], "the project does not run: 'immortal up' starts it"),
+        (["carts"], "there is no instance 'carts-1'"),
+    ):
+        result = CliRunner().invoke(main, ["shards", *arguments, "--project", str(tmp_path)])
+        assert result.exit_code == 1
+        assert re.search(said, result.output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import threading
 from collections.abc import Iterator
@@ -828,7 +829,7 @@ class Stepping(Immortal):
         counts = [
             await immortal.step(self.put, 1),
             await immortal.step(self.put, 2),
-            await immortal.step(self.put, 3, times=2),
+            await immortal.step(functools.partial(self.put, 3), times=2),
         ]
         counts += await asyncio.gather(immortal.step(self.put, 5), self.bank.credit("a", 1))
         try:

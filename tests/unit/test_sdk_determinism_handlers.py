@@ -195,6 +195,48 @@ class Counter(Base):
     )
 
 
+def test_a_step_that_changes_variables_of_its_handler(program: Program) -> None:
+    program.compare(
+        WAITING
+        + """
+class Counter(Immortal):
+    other = peer(Other, "other")
+    totals: dict[str, list[int]]
+    total: int
+
+    @rpc
+    async def late(self, given: list[int], others: dict[str, int]) -> int:
+        count, found = 0, {}
+        me = self
+        def changes() -> list[int]:
+            nonlocal count  #: Counter.late changes count of its handler in a step, which no recovery runs again
+            count += 1
+            found["x"] = self.total  #: changes found of its handler in a step
+            others["x"] += 5  #: changes others of its handler
+            own = [1]
+            own.append(2)
+            of_state = self.totals["x"]
+            of_state.clear()
+            self.totals["x"].extend(given)
+            me.total += 1
+            return own
+        await immortal.step(changes)
+        await immortal.step(lambda: given.append(self.total))  #: changes given of its handler
+        await immortal.step(lambda: self.totals.update(x=given))
+        await immortal.step(lambda: found.pop("x"))  # immortal: deterministic
+        given.append(5)
+        return len(await immortal.step(lambda given: given.copy(), given))
+
+    @rpc
+    def plain(self, given: list[int]) -> int:
+        def changes() -> None:
+            given.append(self.total)
+        changes()
+        return len(given)
+"""
+    )
+
+
 def test_what_is_returned(program: Program) -> None:
     program.compare(
         """
