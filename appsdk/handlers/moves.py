@@ -23,12 +23,13 @@ from immortal.appsdk.handlers.decorators import Handler, query, rpc
 from immortal.appsdk.handlers.definition import blocks, range_of, shard_name
 from immortal.appsdk.state.schema import Transient
 from immortal.appsdk.state.table import Table
+from immortal.appsdk.types.handles import MARK
 from immortal.protocol import decoding
 from immortal.protocol.client_frames import Caller
 from immortal.protocol.messages import RpcType
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
 
-STEP = (1024, 2000, 256 << 10)
+STEP = (1024, 1000, 256 << 10)
 """Ranges, rows and their bytes that a shard gives at once, at most: meanwhile it handles nothing else."""
 WAITING_SHOWN_MAX = 20
 _EVENT_OF_KEY = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+): """)
@@ -117,6 +118,9 @@ class Moving:
         if moves is None or relay is None or context.source not in (None, relay.to):
             return False
         del moves.relays[number]
+        if MARK in value:
+            context.nodes.accounts.count_incoming(value)
+            context.carries_handles = True
         if relay.method_id == CANCEL_CALL_METHOD_ID:
             caller = Caller(relay.caller, relay.number, relay.method_id)
             context.tasks.answers.answer_value(caller, decoding.decode(value, type=bool))
@@ -176,17 +180,24 @@ class Moving:
     # --- moves --------------------------------------------------------------------------------------------------------
 
     @rpc
-    def immortal_begin(self, count: int) -> int:
+    def immortal_begin(self, before: int, count: int) -> int:
         """Prepare for another number of shards: from here on calls of other ranges are forwarded, and not refused.
 
-        Return the version of the class."""
-        if self.moves is None:
+        Return the version of the class; 0: not yet, since calls still take detours after an earlier move. A range that
+        came while its calls took one would have two ways in."""
+        if (moves := self.moves) is None:
             name = self._immortal_context.instance_name
             self.shard = 0 if self.shards == 1 else self.shard
-            self.moves = Moves(count)
+            moves = self.moves = Moves(self.shards)
             if name != self._name_of(self.shard):
                 raise UsageError(f"shard {self.shard} is called {name!r}: its keys move if it is NAME-{self.shard}")
-        self.moves.count = count
+        if moves.count != count:
+            moves.count = before  # where it had no ranges in later moves, it must learn whose they are
+            if not Moving.immortal_settle.function(self):  # type: ignore[attr-defined]
+                raise UsageError(f"shard {self.shard} has other ranges than it has as one of {before} shards")
+            if moves.detours:
+                return 0
+            moves.count = count
         return self._version
 
     @property
@@ -349,13 +360,17 @@ def change_count(
 
     ``call(shard, handler, *arguments)`` calls a handler of a shard. ``start`` starts the new shards. ``pause`` waits
     for a moment, or returns False: then the rest stays for the next call of this function. Raises UsageError."""
-    old = shard_numbers(before)
-    for shard in old:
-        call(shard, Moving.immortal_begin, count)
+
+    def begin(shards: Iterable[int]) -> set[int]:
+        while not all(versions := {call(shard, Moving.immortal_begin, before, count) for shard in shards}):
+            if not pause():
+                raise UsageError("calls of an earlier move are still on their way: try again later")
+        return versions
+
+    begin(shard_numbers(before))
     start()
-    shards = sorted({*old, *shard_numbers(count)})
-    versions = {call(shard, Moving.immortal_begin, count) for shard in shards}
-    if len(versions) > 1:
+    shards = sorted({*shard_numbers(before), *shard_numbers(count)})
+    if len(versions := begin(shards)) > 1:
         raise UsageError(f"the shards have the versions {sorted(versions)}: upgrade all of them first")
     while True:
         given = [call(shard, Moving.immortal_give, *versions, *STEP) for shard in shards]

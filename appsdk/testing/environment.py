@@ -132,7 +132,8 @@ class Environment:
             sent = self._world.outside.call(name, handler, arguments)
             return Pending(self._world, one.definition, handler, sent).result()
 
-        waiting = change_count(call, start, lambda: False, shards.count, count)
+        rests = iter((True, True))  # after each, everything is at rest
+        waiting = change_count(call, start, lambda: next(rests, False), shards.count, count)
         shards.count = shards.count if waiting else count
         return waiting
 

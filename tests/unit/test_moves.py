@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import immortal
-from immortal import Immortal, peers, query, rpc, upgrades
+from immortal import Handle, Immortal, Node, peers, query, rpc, upgrades
 from immortal.appsdk.calls.outbox import encode_call, make_writer
+from immortal.appsdk.client.clients import Proxy
+from immortal.appsdk.client.errors import CallRefused
 from immortal.appsdk.handlers import moves
-from immortal.appsdk.handlers.definition import blocks, range_of
+from immortal.appsdk.handlers.definition import ELSEWHERE, blocks, range_of
 from immortal.appsdk.testing.outside import OUTSIDE_NAME
 from immortal.errors import UsageError
 from immortal.protocol import decoding
@@ -218,3 +221,92 @@ def test_a_large_range_comes_in_parts(env: Environment, monkeypatch: pytest.Monk
     env.change_shards(carts, 3)
     assert list(carts.started[3].state.keys) == sorted(names)  # type: ignore[attr-defined]
     assert carts.started[2].state.keys == {}  # type: ignore[attr-defined]
+
+
+def test_a_shard_that_missed_moves_learns_them_first(env: Environment) -> None:
+    carts = env.start(Cart, "carts", shards=3)
+    for count in (2, 1):
+        env.change_shards(carts, count)
+    assert carts.started[3].state.shards == 2  # type: ignore[attr-defined]
+    carts.count = 2  # which it is not
+    with pytest.raises(immortal.CalleeFailed, match="shard 1 has other ranges than it has as one of 2 shards"):
+        env.change_shards(carts, 3)
+    carts.count = 1
+    assert env.change_shards(carts, 3) == []
+    assert [one.state.shards for one in carts.instances] == [3, 3, 3, 3]  # type: ignore[attr-defined]
+
+
+class Part(Node):
+    used: int = 0
+
+    @rpc
+    def use(self) -> int:
+        self.used += 1
+        return self.used
+
+
+class Echo(Immortal, keyed=str):
+    @rpc
+    def echo(self, part: Handle[Part]) -> Handle[Part]:
+        return part
+
+
+class Owner(Immortal, nodes=(Part,)):
+    echoes = peers(Echo, "echoes", shards=2)
+    parts: list[Handle[Part]]
+
+    def __init__(self) -> None:
+        self.parts = []
+
+    @rpc
+    def make(self) -> None:
+        self.parts.append(immortal.create_node(Part))
+
+    @rpc
+    async def pass_on(self, key: str) -> int:
+        part = await self.echoes[key].echo(self.parts[0])
+        return await part.use()
+
+
+def test_handles_pass_with_forwarded_calls(env: Environment) -> None:
+    echoes, owner = env.start(Echo, "echoes", shards=2), env.start(Owner, "owner")
+    key = next(one for one in KEYS if blocks(4)[range_of(one)] == 4)
+    owner.call(Owner.make)
+    env.change_shards(echoes, 4)
+    assert owner.call(Owner.pass_on, key) == 1
+    env.run()
+    for one in echoes.instances:
+        one.crash()
+        one.recover()
+    assert owner.call(Owner.pass_on, key) == 2
+
+
+class Refusing:
+    """Client of a shard that refuses each query that is not logged."""
+
+    text = ELSEWHERE
+
+    def query(self, *arguments: Any) -> Any:
+        raise CallRefused(f"the call was refused: {self.text}")
+
+    def call(self, *arguments: Any) -> Any:
+        return 5
+
+
+class AsyncRefusing(Refusing):
+    async def query(self, *arguments: Any) -> Any:
+        return super().query()
+
+    async def call(self, *arguments: Any) -> Any:
+        return super().call()
+
+
+def test_a_query_of_a_key_that_has_moved_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: list[Any] = [Refusing(), AsyncRefusing()]
+    carts, later = (Proxy(client, None, "carts", None, None)["ann"].query for client in clients)
+    assert carts.total() == asyncio.run(later.total()) == 5
+    monkeypatch.setattr(Refusing, "text", "something else")
+    with pytest.raises(CallRefused, match="something else"):
+        carts.total()
+    with pytest.raises(CallRefused, match="something else"):
+        asyncio.run(later.total())
