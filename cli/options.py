@@ -383,7 +383,7 @@ def check_page(option: str, file: Path) -> None:
 @contextmanager
 def progress_bar(description: str) -> Iterator[Advance]:
     """Yield a function that shows progress; call it from one thread at a time. The bar disappears at the end."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():  # None: it was closed, as by 2>&-
         yield lambda done, total: None
         return
     from rich.console import Console

@@ -234,7 +234,7 @@ class _Live:
             self._summary_s = now_s
             if self._as_json:
                 self._print_totals()
-            elif sys.stderr.isatty():
+            elif sys.stderr is not None and sys.stderr.isatty():
                 echo(self.report.line, err=True)
         if is_due or (self._is_new and now_s - self._page_s >= PAGE_S):
             self._page_s = now_s

@@ -517,7 +517,7 @@ class Progress:
 def progress() -> Iterator[Progress]:
     shown = Progress()
     with ExitStack() as stack:
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             from rich.console import Console
 
             stack.enter_context(Console(stderr=True).status(shown, refresh_per_second=_UPDATES_PER_SECOND))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from immortal.cli.options import progress_bar
 from immortal.coordinator.operator import control
 from tests.helpers import commands
 
@@ -212,6 +213,12 @@ def test_a_file_in_place_of_a_log_folder(home: Path, command: tuple[str, ...]) -
     result = immortal(home, *command, "counter")
     assert result.returncode == 1
     assert "log is a file: the folder of a log was expected" in result.stderr
+
+
+def test_a_progress_bar_needs_no_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # as by 2>&-
+    with progress_bar("replaying") as advance:
+        advance(1, 2)
 
 
 def test_a_file_that_is_no_log(home: Path) -> None:
