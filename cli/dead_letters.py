@@ -32,7 +32,7 @@ from immortal.presenters.records import describe_message
 from immortal.presenters.status import operator_name
 from immortal.protocol import redaction
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, echo_lines, json_option, print_table
-from immortal.protocol.files import opener
+from immortal.protocol.files import opener, removed_on_error
 from immortal.protocol.safe_output import printable, printable_json
 
 REQUEST_TIMEOUT_S = 60.0  # there can be many, and they are answered once they are on disk
@@ -115,6 +115,8 @@ def export(settings: InstanceSettings, file: Path | None, app: str | None) -> No
             out = None if file is None else opened.enter_context(open(file, "x", encoding="ascii", opener=opener))
         except FileExistsError:
             raise click.UsageError(f"{file} is there already: give another name, or remove it first") from None
+        if file is not None:
+            opened.enter_context(removed_on_error(file))
         for letter in reader.letters():
             echo(json.dumps(_whole(letter, reader, decoder)), file=out)
         _print_problems(reader)

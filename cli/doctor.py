@@ -27,6 +27,7 @@ from immortal.coordinator.project.output import Tail, merge_by_time
 from immortal.presenters.status import instance_status, problems
 from immortal.protocol import redaction
 from immortal.protocol.command_line import counted, echo, echo_json, json_option
+from immortal.protocol.files import removed_on_error
 from immortal.replay import app_process
 from immortal.replay.plan import ReplayError
 
@@ -104,7 +105,11 @@ def write_bundle(registry: Registry, path: Path, names: list[str] | None = None)
             left_out = f"# {counted(len(lines) - len(own), 'line')} of the app left out"
             files[f"{one}/output.txt"] = "\n".join([*own, left_out, ""]).encode()
     mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    with open(os.open(path, mode, 0o600), "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    with (
+        open(os.open(path, mode, 0o600), "wb") as file,
+        removed_on_error(path),
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
         for file_name, content in files.items():
             archive.writestr(f"{path.stem}/{file_name}", content)
     for file_name, content in files.items():

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,7 +40,7 @@ from immortal.coordinator.log.open import open_reader, place_of
 from immortal.coordinator.log.reader import LogReader
 from immortal.coordinator.log.record_contents import first_record_at
 from immortal.protocol.command_line import FailedError, RecordPlace, counted, echo, echo_json, echo_lines, json_option
-from immortal.protocol.files import opener, write_whole
+from immortal.protocol.files import opener, removed_on_error, write_whole
 from immortal.protocol.safe_output import printable_json
 from immortal.protocol.verdicts import Verdict
 from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
@@ -210,7 +210,12 @@ def replay(
         if problem and is_own and (shows_state or state_file is not None):
             raise FailedError(unshowable_state_text(name, problem))
         if result.failure is None and state_file is not None:
-            with open(blob, "rb") as made, open(state_file, "wb", opener=opener) as kept:
+            is_file = state_file.is_file() or not state_file.exists()  # no pipe
+            with (
+                removed_on_error(state_file) if is_file else nullcontext(),
+                open(blob, "rb") as made,
+                open(state_file, "wb", opener=opener) as kept,
+            ):
                 shutil.copyfileobj(made, kept)
         state = _state(result, app, code) if result.failure is None and shows_state else None
     if as_json:

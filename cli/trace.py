@@ -19,6 +19,7 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.identity import Time
 from immortal.coordinator.log.record_contents import first_record_at
 from immortal.protocol.command_line import Commands, FailedError, counted, echo
+from immortal.protocol.files import removed_on_error
 from immortal.protocol.timings import FOLDER_NAME
 from immortal.replay.app_process import methods_of
 from immortal.replay.trace import exporters
@@ -84,14 +85,14 @@ def export(
         spans = Spans(known)
         messages = by_time(sources)
         if perfetto is not None:
-            with _new_file(perfetto) as file:
+            with _new_file(perfetto) as file, removed_on_error(perfetto):
                 count = exporters.write(messages, spans, file)
             echo(f"{counted(count, 'message')} in {perfetto}: open it in https://ui.perfetto.dev")
         elif otlp is not None and "://" in otlp:
             count = exporters.send_all(spans.all_of(messages), exporters.to_endpoint(otlp))
             echo(f"{counted(count, 'span')} sent to {otlp}")
         elif otlp is not None:
-            with _new_file(Path(otlp)) as binary:
+            with _new_file(Path(otlp)) as binary, removed_on_error(Path(otlp)):
                 count = exporters.send_all(spans.all_of(messages), exporters.into_file(binary))
             echo(f"{counted(count, 'span')} in {otlp}")
     for source in sources:

@@ -83,7 +83,7 @@ class ArgumentDecoder:
 def _to_json(named: dict[str, Any], handler: str) -> str:
     encoded = msgspec.json.encode(named, enc_hook=show_custom)
     if redaction.concerns(handler):
-        shown = redaction.redact(decoding.load_json(encoded), (handler,))
+        shown = redaction.redact(decoding.load_json(encoded), (redaction.name_in_rules(handler),))
         front = {name: named[name] for name in ("$caller", "$call") if name in named}
         encoded = json.dumps(shown | front, ensure_ascii=False).encode()
     return encoded.decode()

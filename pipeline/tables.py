@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from immortal.appsdk.handlers.decorators import DERIVED_METHOD_ID_MIN, method_id_of_name
+from immortal.appsdk.handlers.decorators import DERIVED_METHOD_ID_MIN, METHOD_ID_MAX, method_id_of_name
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import view_queries as log_reading
@@ -367,7 +367,8 @@ class TableReader:
 def is_redacted(method_id: int | None) -> bool:
     """Return True if a rule of redaction may be for the method, of which only the ID is known."""
     named = {rule[1] for rule in redaction.rules().rules}
-    is_derived = method_id is not None and method_id >= DERIVED_METHOD_ID_MIN
+    named |= {"immortal_take"} if named else set()  # its arguments are rows of a state
+    is_derived = method_id is not None and DERIVED_METHOD_ID_MIN <= method_id <= METHOD_ID_MAX
     is_other = is_derived and "*" not in named and method_id not in {method_id_of_name(name) for name in named}
     return bool(redaction.rules().anywhere) or (bool(named) and not is_other)
 

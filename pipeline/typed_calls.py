@@ -182,7 +182,7 @@ class CallReader:
                 try:
                     named = read_arguments(version.codec, rpc_type, arguments)
                     plain = msgspec.to_builtins(named, builtin_types=_PLAIN, enc_hook=show_custom)
-                    plain = redaction.redact(plain, (version.name,), hidden=lambda _: None)
+                    plain = redaction.redact(plain, (redaction.name_in_rules(version.name),), hidden=lambda _: None)
                     return {column: fit(plain.get(parameter)) for parameter, column, fit in fits}
                 except Exception as error:  # a user's types can raise anything for strange bytes
                     reasons.append(unreadable(version.codec, error))

@@ -33,7 +33,7 @@ from immortal.protocol.messages import (
     decode_outgoing_rpc,
 )
 from immortal.protocol.record import HEADER_SIZE_BYTES
-from immortal.protocol.system_methods import EFFECT_METHOD_ID, ORDER_METHOD_ID
+from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID, EFFECT_METHOD_ID, ORDER_METHOD_ID
 from immortal.protocol.trailer import BatchKind
 
 ARGUMENTS_SHOWN_BYTES_MAX = 48
@@ -127,7 +127,7 @@ def _rpc(content: bytes, start: int, end: int, methods: Methods) -> dict[str, An
         "method_id": rpc.method_id,
         "rpc_type": RpcType(rpc.rpc_type).name.lower(),
         "size_bytes": len(rpc.arguments),
-        "arguments": _shown(rpc.arguments, name if rpc.method_id >= 0 else None),
+        "arguments": _shown(rpc.arguments, name if 0 <= rpc.method_id < CANCEL_CALL_METHOD_ID else None),
         **({} if name is None else _named(rpc, name)),
     }
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import signal
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -26,12 +30,34 @@ class FailedError(click.ClickException):
         click.echo(printable_message(f"error: {self.message}"), file=file or sys.stderr)
 
 
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, so that no temporary files stay; then it ends the process."""
+    is_ended = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal is_ended
+        is_ended = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is interrupt:  # else the command has a handler of its own
+            signal.signal(signal.SIGTERM, before)
+        if is_ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Commands(click.Group):
     """Command group that reports each of our errors as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        is_outermost = ctx.parent is None and threading.current_thread() is threading.main_thread()
         try:
-            return super().invoke(ctx)
+            with sigterm_as_interrupt() if is_outermost else contextlib.nullcontext():
+                return super().invoke(ctx)
         except ImmortalError as error:
             raise FailedError(str(error)) from None
         except OSError as error:

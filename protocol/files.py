@@ -99,6 +99,16 @@ def write_whole(path: Path, text: str, *, is_new: bool = False) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+@contextlib.contextmanager
+def removed_on_error(path: Path) -> Iterator[None]:
+    """Remove the new file ``path`` if it can't be written to its end: nobody shall take it for whole."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def sync_folder(path: Path) -> None:
     """Sync the folder ``path``: the names of its files. Raises OSError."""
     with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:

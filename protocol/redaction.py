@@ -15,7 +15,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ FILE_VARIABLE = "IMMORTAL_REDACTION"
 """Variable with the file; by default it stands beside the home, where a project has its immortal.toml."""
 REDACTED = "[redacted]"
 RESULT = "return"  # no parameter has this name
+_OWN = "immortal_"  # handlers that move keys: their arguments are rows of a state, and calls
 _RULE = re.compile(r"(\w+|\*)(\.(\w+|\*))+")
 
 Rule = tuple[str, ...]
@@ -129,9 +130,14 @@ def read(file: Path | None, *, must_exist: bool = False) -> Rules:
 
 
 def learn(handler: str, names: Iterable[str]) -> None:
-    """Note the names of the parameters of a handler ("Cart.pay")."""
-    given = tuple(names)
-    parameters[handler] = given if parameters.get(handler, given) == given else ()
+    """Note the names of the parameters of a handler, "Cart.pay" or "Cart[key].pay"."""
+    name, given = handler.replace("[key]", ""), tuple(names)
+    parameters[name] = given if parameters.get(name, given) == given else ()
+
+
+def parameter_names(handler: str) -> tuple[str, ...]:
+    """Return the names of a handler's parameters; () if they are unknown."""
+    return parameters.get(handler.replace("[key]", ""), ())
 
 
 def redact(
@@ -148,9 +154,15 @@ def redact(
     return _redacted(value, _at(found, path, classes), found, hidden) if found else value
 
 
+def name_in_rules(handler: str | None) -> str | None:
+    """Return the name of a handler without its class; None: any, as one of ours carries what others have."""
+    name = handler and handler.rpartition(".")[2]
+    return None if name and name.startswith(_OWN) else name
+
+
 def is_hidden(handler: str, name: str | None) -> bool:
     """Return True if a rule hides a handler's argument (or result: RESULT), or a part of it. None: any of them."""
-    return bool(_at(rules(), (handler.rpartition(".")[2], name), None))
+    return bool(_at(rules(), (name_in_rules(handler), name), None))
 
 
 def is_named(name: str) -> bool:
@@ -160,8 +172,8 @@ def is_named(name: str) -> bool:
 
 def concerns(handler: str | None) -> bool:
     """Return True if a rule may hide a part of a call of ``handler`` or of its answer. None: it is unknown."""
-    found, name = rules(), (handler or "").rpartition(".")[2]
-    return bool(found.anywhere) or any(handler is None or rule[1] in ("*", name) for rule in found.rules)
+    found, name = rules(), name_in_rules(handler)
+    return bool(found.anywhere) or any(name is None or rule[1] in ("*", name) for rule in found.rules)
 
 
 def arguments(handler: str | None, values: Iterable[Any], names: Iterable[str] = ()) -> list[Any]:
@@ -169,14 +181,14 @@ def arguments(handler: str | None, values: Iterable[Any], names: Iterable[str] =
     if not rules():
         return list(values)
     given = list(values)
-    known = [*names, *(() if names else parameters.get(handler or "", ()))][: len(given)]
-    name = handler and handler.rpartition(".")[2]
-    return [redact(value, (name, one)) for value, one in zip_longest(given, known)]
+    name = name_in_rules(handler)
+    known = () if name is None else names or parameter_names(str(handler))
+    return [redact(value, (name, one)) for value, one in zip_longest(given, islice(known, len(given)))]
 
 
 def result(handler: str | None, value: Any) -> Any:
     """Return a result of ``handler`` as people are shown it."""
-    return redact(value, (handler and handler.rpartition(".")[2], RESULT))
+    return redact(value, (name_in_rules(handler), RESULT))
 
 
 def called(what: str) -> str:
@@ -230,13 +242,7 @@ def _redacted(value: Any, left: list[Rule], found: Rules, hidden: Callable[[Any]
 def unknown(known: Iterable[tuple[Collection[str], Collection[str]]]) -> Iterator[str]:
     """Yield the rules that fit nothing. ``known``: of each class its names, and paths ("pay.card") in it."""
     classes = list(known)
-    for rule in rules().rules:
-        if not any(
-            (rule[0] == "*" or rule[0] in names) and any(_fits(rule[1:], path.split(".")) for path in paths)
-            for names, paths in classes
-        ):
-            yield ".".join(rule)
-
-
-def _fits(rule: Rule, path: Sequence[str]) -> bool:
-    return all(one in ("*", name) for one, name in zip(rule, path, strict=False))
+    for cls, *rule in rules().rules:
+        paths = chain.from_iterable(paths for names, paths in classes if cls == "*" or cls in names)
+        if not any(all(one in ("*", name) for one, name in zip(rule, path.split("."))) for path in paths):  # noqa: B905
+            yield ".".join([cls, *rule])

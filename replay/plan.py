@@ -25,7 +25,7 @@ from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol import decoding
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import opener
+from immortal.protocol.files import opener, removed_on_error
 from immortal.protocol.verdicts import Unsaved
 
 
@@ -140,7 +140,7 @@ class RecordedLog:
         """Write a new file; return its size in bytes. Raises OSError, such as FileExistsError."""
         packed = zlib.compress(msgspec.msgpack.encode(self._contents), 9)
         data = MAGIC + crc64(packed).to_bytes(8, "little") + packed
-        with open(path, "xb", opener=opener) as file:
+        with open(path, "xb", opener=opener) as file, removed_on_error(path):
             file.write(data)
         return len(data)
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from immortal.cli.options import Function, pass_registry
 from immortal.coordinator.instances.registry import Registry
-from immortal.protocol import distribution
+from immortal.protocol import distribution, redaction
 from immortal.protocol.command_line import FailedError, echo, echo_json
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def web(registry: Registry, address: _Address, reader_token_file: Path | None, a
     def ready(url: str) -> None:
         echo(f"{url}/login?token={shown}" if shown else f"{url}/")
 
+    os.environ.update(redaction.environment())  # for the processes of its answers
     with registry.synchronized():
         serve(
             registry, address.host, address.port, address.tls, token, reader, allow_actions=allow_actions, ready=ready

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from immortal.appsdk.client.clients import (
     AsyncClient,
@@ -100,6 +100,11 @@ class Connector(Generic[S, A]):
         self._trace_context = trace_context
         self._clients: list[Client] = []
         self._async_clients: list[AsyncClient] = []
+
+    if not TYPE_CHECKING:  # which finds that itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"{name!r} is of the client: with connect(...) as client: client.{name} ...")
 
     def __enter__(self) -> S:
         self._clients = [Client(finder, self._client_id) for finder in self._finder.shards()]

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from immortal.appsdk.client.connection import random_client_id
-from immortal.appsdk.client.methods import CANCEL, Method, NamedMethod, NamedQuery, Status, typed_method, typed_query
+from immortal.appsdk.client.methods import CANCEL, Method, NamedMethod, Status, typed_method, typed_query
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.definition import ELSEWHERE, Definition, key_problem, shard_of
 from immortal.protocol.client_frames import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
@@ -97,7 +97,7 @@ class Proxy:
             raise UsageError(f"{whose!r} is keyed, so a call must name the key: {whose}[key].{name}(...)")
         method = self._immortal_methods.get(name)
         if definition is None:
-            method = NamedMethod(name, is_of_key=bool(self._immortal_front))
+            method = NamedMethod(name, self._immortal_front)
         elif method is None:
             method = self._immortal_methods[name] = typed_method(definition, name)
         made = self._immortal_method(method)
@@ -193,9 +193,8 @@ class Queries:
             raise AttributeError(name)
         proxy = self._immortal_proxy
         _, definition, *_ = proxy._immortal_parts
-        of_key = bool(proxy._immortal_front)
-        method = NamedQuery(name, is_of_key=of_key) if definition is None else typed_query(definition, name)
-        made = proxy._immortal_query(method)
+        named = NamedMethod(name, proxy._immortal_front, is_query=True)
+        made = proxy._immortal_query(named if definition is None else typed_query(definition, name))
         setattr(self, name, made)
         return made
 
@@ -205,7 +204,7 @@ class NamedQueries(Queries, ProxyMethod):
 
     def __init__(self, proxy: Proxy) -> None:
         Queries.__init__(self, proxy)
-        ProxyMethod.__init__(self, proxy, NamedMethod(QUERY, is_of_key=bool(proxy._immortal_front)))
+        ProxyMethod.__init__(self, proxy, NamedMethod(QUERY, proxy._immortal_front))
 
 
 class Handle(Generic[R]):

@@ -81,7 +81,7 @@ class Connection:
         )
         self._lanes: dict[str, Session] = {self._main.client_id: self._main}
         self._queries = Queries(instance, self.submit)
-        self._methods: dict[str, int] = {}  # by name; queries also by their name as NamedQuery
+        self._methods: dict[str, int] = {}  # by name; also by their names with keys and as queries
         self._methods_at_s: float | None = None
         self._names_needed = False
         self._committer_id = 0

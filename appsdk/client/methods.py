@@ -52,10 +52,14 @@ class Method(Protocol):
 
 
 class NamedMethod:
-    """Method of an instance whose class is not known here. ``is_of_key``: it is called for a key of a keyed class."""
+    """Method of an instance whose class is not known here. ``key``: the key, if it is called for one, in a tuple.
 
-    def __init__(self, name: str, *, is_of_key: bool = False) -> None:
-        self.method: int | str = name + KEY_MARK * is_of_key
+    ``is_query``: it is called only if the instance has it as a query.
+    """
+
+    def __init__(self, name: str, key: tuple[Any, ...] = (), *, is_query: bool = False) -> None:
+        marked = name + KEY_MARK * len(key)
+        self.method: int | str = query_name(marked) if is_query else marked
         self.name = name
 
     def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
@@ -73,14 +77,6 @@ class NamedMethod:
             return _decoded(self.name, reply.value)
         raised = _raised(self.name, reply)
         raise CallRaised(self.name, *raised)
-
-
-class NamedQuery(NamedMethod):
-    """Method that is called only if the instance has it as a query."""
-
-    def __init__(self, name: str, *, is_of_key: bool = False) -> None:
-        super().__init__(name, is_of_key=is_of_key)
-        self.method = query_name(str(self.method))
 
 
 def query_name(name: str) -> str:

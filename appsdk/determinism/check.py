@@ -22,8 +22,9 @@ from msgspec.structs import replace
 
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.user_code import is_in_users_file
-from immortal.appsdk.determinism.reader import Reader, Source, nodes_of_function
+from immortal.appsdk.determinism.reader import Reader, Source
 from immortal.appsdk.determinism.rules import Rules
+from immortal.appsdk.determinism.syntax import nodes_of_function
 from immortal.appsdk.determinism.values import Bound, Instance, Known, Value, attribute, hints_of, shape
 from immortal.appsdk.errors import DefinitionError
 from immortal.appsdk.handlers.decorators import Handler

@@ -10,19 +10,9 @@ import inspect
 import linecache
 import re
 from collections import Counter
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    MutableSequence,
-    MutableSet,
-    Sequence,
-    Set,
-)
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from msgspec.structs import replace
 
@@ -31,12 +21,23 @@ from immortal.appsdk.determinism.rules import (
     AWAIT_OR_FORK,
     BY_RESULT,
     IN_A_STEP,
+    IN_THE_STATE,
     NOT_BEGUN,
+    NOT_KEPT,
     NOT_RUN_AGAIN,
     OF_A_COPY,
     REFUSED,
     Rule,
     Rules,
+)
+from immortal.appsdk.determinism.syntax import (
+    INSTEAD,
+    FunctionNode,
+    bound_names,
+    changes,
+    dropped_awaitables,
+    suppressed,
+    swallowed,
 )
 from immortal.appsdk.determinism.values import (
     Bound,
@@ -58,7 +59,6 @@ from immortal.appsdk.determinism.values import (
 )
 from immortal.appsdk.functions import Effects, at, event, race, sleep, step
 from immortal.appsdk.handlers.decorators import Handler
-from immortal.appsdk.waiting.loop import LazyFuture
 
 _OPTED_OUT = re.compile(r"#\s*immortal:\s*deterministic\b")
 _ORDER_FREE = frozenset({sorted, min, max, sum, len, any, all, set, frozenset, bool})
@@ -68,10 +68,8 @@ _ORDERED = frozenset(  # built-in functions and classes
 )
 _ORDERED_METHODS = frozenset({"join", "extend", "extendleft", "fromkeys", "writelines"})
 _WAITING = (sleep, at, event, race, step)
-_CHANGES = {*dir(MutableMapping), *dir(MutableSequence), *dir(MutableSet)} - {*dir(Mapping), *dir(Sequence), *dir(Set)}
 _SET_METHODS = frozenset({"copy", "union", "difference", "intersection", "symmetric_difference"})
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
 
 
@@ -151,6 +149,7 @@ class Reader(ast.NodeVisitor):
         body = self._node.body
         for part in body if isinstance(body, list) else [body]:
             self.visit(part)
+        self._check_changes()
         if self._waits:
             for call in dropped_awaitables(self._node):
                 if instead := self._begins_by(call):
@@ -318,23 +317,28 @@ class Reader(ast.NodeVisitor):
 
     def _check_step(self, function: ast.AST) -> None:
         """Report variables of the handler that a step's function changes: a recovery does not run it again."""
-        nodes = list(ast.walk(function))
-        own = {node.arg for node in nodes if isinstance(node, ast.arg)}
-        own |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-        for node in nodes:
-            changed: Any = None
-            if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-                changed = node.value
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
-                changed = node.func.value
-            while isinstance(changed, ast.Attribute | ast.Subscript):
-                changed = changed.value
-            names = node.names if isinstance(node, ast.Nonlocal) else []
-            if isinstance(changed, ast.Name) and changed.id not in own and self._bound[changed.id]:
-                value = self._value(changed)
-                names = [] if isinstance(value, Instance) and value.waits else [changed.id]
-            for name in names:
+        own = bound_names(function)
+        for node, name, _ in changes(function):
+            is_outer = self._bound[name] and name not in own and not self._is_app(self._name(name))
+            if isinstance(node, ast.Nonlocal) or is_outer:
                 self._report(node, f"changes {name} of its handler in a step, {NOT_RUN_AGAIN}", BY_RESULT)
+
+    def _is_app(self, value: Value) -> TypeGuard[Instance]:
+        return isinstance(value, Instance) and shape(value.hint)[0] in self._search.apps
+
+    def _check_changes(self) -> None:
+        """Report variables of the module, or of the app's class, that the function changes: no checkpoint has them."""
+        inner = self._bound.keys() | self._closure.keys()
+        for node, name, attribute_name in changes(self._node):
+            found = None if name in inner else self._function.__globals__.get(name)
+            if isinstance(node, ast.Global) or type(found).__hash__ is None:
+                self._report(node, f"changes {name}, a variable of the module, {NOT_KEPT}", IN_THE_STATE)
+            elif self._is_app(value := self._name(name)):
+                cls = shape(value.hint)[0]
+                found = inspect.getattr_static(cls, attribute_name, None)
+                if type(found).__hash__ is None and attribute_name not in state_names(cls):
+                    what = f"changes {name}.{attribute_name}, a variable of the class, {NOT_KEPT}"
+                    self._report(node, what, f"annotate it in the class, {attribute_name}: <its type>")
 
     def _find_steps(self) -> set[ast.AST]:
         """Return the functions that are passed to `immortal.step`: defined here, a lambda, or `self.method`."""
@@ -499,91 +503,3 @@ class Reader(ast.NodeVisitor):
 
     def visit_arg(self, node: ast.arg) -> None:
         """Skip the annotation of an argument."""
-
-
-# Code that swallows exceptions that are not the program's own: the SDK stops and cancels handlers by exceptions.
-
-
-INSTEAD = "write 'except Exception' or end with 'raise', as the SDK stops and cancels handlers by exceptions of its own"
-
-
-def swallowed(node: ast.Try | ast.TryStar, value_of: Callable[[ast.expr], Value]) -> Iterator[tuple[int, str]]:
-    """Yield (line, problem) for each 'except' of all exceptions without a 'raise', and each 'finally' that returns."""
-    for handler in node.handlers:
-        if _catches_all(handler.type, value_of) and not _has(handler.body, ast.Raise):
-            what = "except" if handler.type is None else f"except {ast.unparse(handler.type)}"
-            yield handler.lineno, f"swallows every exception ('{what}:')"
-    if _has(node.finalbody, ast.Return):
-        yield node.finalbody[0].lineno, "swallows every exception (a 'return' in a 'finally')"
-
-
-def suppressed(node: ast.With | ast.AsyncWith, value_of: Callable[[ast.expr], Value]) -> Iterator[tuple[int, str]]:
-    """Yield (line, problem) for each 'with suppress(BaseException)'."""
-    for with_item in node.items:
-        call = with_item.context_expr
-        if not isinstance(call, ast.Call) or not is_object(value_of(call.func), contextlib.suppress):
-            continue
-        if any(_catches_all(argument, value_of) for argument in call.args):
-            yield call.lineno, f"swallows every exception ('{ast.unparse(call)}')"
-
-
-def _catches_all(kind: ast.expr | None, value_of: Callable[[ast.expr], Value]) -> bool:
-    if isinstance(kind, ast.Tuple):
-        return any(_catches_all(each, value_of) for each in kind.elts)
-    return kind is None or is_object(value_of(kind), BaseException)
-
-
-def _has(body: list[ast.stmt], kind: type[ast.stmt]) -> bool:
-    return any(isinstance(node, kind) for node in nodes_of_function(ast.Module(body, [])))
-
-
-# Awaitables that are not awaited, and so never begin.
-
-
-_OF_AWAITABLES = frozenset({"__await__", *dir(LazyFuture)})
-
-
-def nodes_of_function(function: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, without those of functions and classes within it."""
-    for child in ast.iter_child_nodes(function):
-        yield child
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            yield from nodes_of_function(child)
-
-
-def dropped_awaitables(function: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls whose awaitable is dropped, or used in place of its result.
-
-    An awaitable that is passed on, or kept under a name that is read, can be awaited elsewhere.
-    """
-    read: set[str] = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            read.add(node.id)
-        elif isinstance(node, ast.Global | ast.Nonlocal):
-            read.update(node.names)
-    for node in ast.walk(function):
-        for used in _used(node, read):
-            if isinstance(used, ast.Call):
-                yield used
-
-
-def _used(node: ast.AST, read: set[str]) -> list[ast.expr]:
-    match node:
-        case ast.Expr(value=value) | ast.AugAssign(value=value) | ast.FormattedValue(value=value):
-            return [value]
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in read:
-            return [value]
-        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
-            return [test]
-        case ast.For(iter=value) | ast.comprehension(iter=value, is_async=0) | ast.Subscript(value=value):
-            return [value]
-        case ast.Attribute(value=value, attr=name) if name not in _OF_AWAITABLES:
-            return [value]
-        case ast.UnaryOp(operand=value):
-            return [value]
-        case ast.BinOp(left=left, right=right):
-            return [left, right]
-        case ast.Compare(left=left, comparators=others):
-            return [left, *others]
-    return []

@@ -29,6 +29,8 @@ REFUSED = "which is refused there, as others change it while that waits"
 OF_A_COPY = "so the state stays as it is"
 IN_A_STEP = "move this line into a function, or a 'def' handler, and await immortal.step(<function>)"
 NOT_RUN_AGAIN = "which no recovery runs again"
+NOT_KEPT = "whose first value comes back in a recovery"
+IN_THE_STATE = "keep it in an attribute of the class"
 BY_RESULT = "let the function return what changes"
 BLOCKS = "which holds up the whole instance, at each replay too"
 

@@ -62,11 +62,11 @@ class StoredFile(Struct, frozen=True):
             raise
         return reader
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the content to a file, wholly or not at all. Raises StoredFileError, OSError."""
         import shutil
 
-        with self.open() as content, _new_file(path) as (file, temporary):
+        with self.open() as content, _new_file(Path(path)) as (file, temporary):
             shutil.copyfileobj(content, file, CHUNK_SIZE_BYTES)
             file.close()
             os.replace(temporary, path)
@@ -84,6 +84,8 @@ def store_file(path: Path) -> StoredFile:
 def store_chunks(chunks: Iterable[bytes]) -> StoredFile:
     """Store a content that comes in chunks of bytes, as :func:`store_file` does."""
     _refuse_in_handlers("store_file()")
+    if isinstance(chunks, str | bytes | bytearray | memoryview):
+        raise TypeError(f"store_chunks: a {type(chunks).__name__} came, chunks were expected: store_chunks([<bytes>])")
     return file_store().write(chunks)
 
 

@@ -339,7 +339,7 @@ def _methods(target: str) -> tuple[int, Any]:
     except AppError as error:
         print_message(target, str(error))
         return EXIT_NOT_RUNNABLE, None
-    return EXIT_DONE, [[*key, name, redaction.parameters.get(name, ())] for key, name in names.items()]
+    return EXIT_DONE, [[*key, name, redaction.parameter_names(name)] for key, name in names.items()]
 
 
 def _paths(target: str) -> tuple[int, Any]:

@@ -269,7 +269,12 @@ class Task(Owner):
         if not self.pending and not self.is_done and self._rebuild is None:
             users = [[one for one in frames if _is_of_user(one)] or frames for frames in self.frames()]
             where = ", ".join(f"{one[-1].f_code.co_qualname} ({place_of(one[-1])})" for one in users)
-            self._end_with(UsageError(f"its coroutines wait for each other, and for nothing that could come: {where}"))
+            self._end_with(
+                UsageError(
+                    f"its coroutines wait for each other, and for nothing that could come: {where}; a lock, queue or "
+                    f"event of asyncio is of one handler: between handlers use limit=1, or an immortal.event"
+                )
+            )
 
     def _end_with(self, error: BaseException) -> None:
         self._error = error

@@ -197,6 +197,8 @@ class LogFleet(Fleet):
         decode: str | None = None,
     ) -> DataFrame:
         options = {"table": name} if decode is None else {"table": name, "decode": decode}
+        if self.ranges:
+            options["path"] = self.ranges[0].folder  # beside its home are the rules of redaction
         if only is not None:
             options |= {"instance": ",".join(only.instances), "from": f"{only.first}", "to": f"{only.last}"}
         wanted = Options.parse(options)

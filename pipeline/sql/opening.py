@@ -16,7 +16,7 @@ from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log.identity import MomentError, Time, parse_moment
 from immortal.coordinator.log.open import log_exists
-from immortal.protocol import decoding, distribution
+from immortal.protocol import decoding, distribution, shared_registry
 from immortal.protocol.errors import ImmortalError
 from immortal.replay.plan import LogViewError
 
@@ -170,7 +170,9 @@ def _quoted(table: str) -> str:
 
 def main() -> None:
     try:
-        write_tables(decoding.decode_json(sys.stdin.buffer.read(), type=Order))
+        order = decoding.decode_json(sys.stdin.buffer.read(), type=Order)
+        shared_registry.chosen_home = order.home  # whose rules of redaction count
+        write_tables(order)
     except (ImmortalError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -15,6 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.source import ImmortalSource
+from immortal.protocol import redaction
 from immortal.protocol.messages import RpcKind, RpcType
 from immortal.protocol.trailer import BatchKind
 from tests.helpers.pipeline_app import arguments
@@ -77,6 +78,16 @@ def test_only_the_calls_of_the_method_and_what_does_not_fit(spark: SparkSession,
     assert reasons[5].startswith("record 2 is damaged: ")
     part = spark.read.format("immortal").schema("n long, item string").options(method="sell", decode=TILL)
     assert part.load(str(log)).where("n < 7").collect() == [(3, "tea"), (1, "ink")]
+
+
+def test_executors_redact_by_the_file_beside_the_home(spark: SparkSession, tmp_path: Path) -> None:
+    log = log_of(tmp_path, "till", [sell("needle", 3)])
+    (tmp_path / redaction.FILE_NAME).write_text('hide = ["Till.sell.item"]')
+    assert found(read(spark, "messages", log, method="Till.sell", decode=TILL), "item", "n") == [(None, 3)]
+    hidden, plain = (rows(read(spark, "messages", log, decode=TILL, plain=one), *ORDER) for one in ("false", "true"))
+    assert b"needle" not in b"".join(bytes(row["arguments"]) for row in hidden)
+    assert "needle" not in repr([row["arguments_json"] for row in hidden])
+    assert "needle" in repr([row["arguments_json"] for row in plain])
 
 
 def test_each_annotation_has_its_type(spark: SparkSession, tmp_path: Path) -> None:

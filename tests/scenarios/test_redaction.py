@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import chdir, closing
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from click.testing import CliRunner
@@ -21,6 +22,7 @@ from immortal.protocol import redaction
 from immortal.protocol.redaction import REDACTED
 from immortal.replay.why import Explainer
 from immortal.testing import Environment
+from tests.helpers.browser import WebServer, csrf_of
 from tests.helpers.cli import HOME
 from tests.helpers.homes import write_home
 from tests.helpers.planted import InProcess
@@ -132,6 +134,7 @@ def immortal(*arguments: str, status: int = 0) -> str:
     done = CliRunner().invoke(main, ["--home", HOME, *arguments])
     assert done.exit_code == status, (done.output, done.exception)
     assert MARK not in done.output
+    assert MARK.encode().hex() not in done.output.replace(" ", "")
     return done.output
 
 
@@ -149,6 +152,7 @@ def test_records(folder: Path) -> None:
 
 
 def test_sql(folder: Path) -> None:
+    assert rows("select 1 from messages where contains(hex(arguments), '78797A7A79')") == []
     messages = rows("select method, arguments, arguments_json from messages")
     assert {"item": "tea", "card": REDACTED} in [json.loads(str(row["arguments_json"] or "{}")) for row in messages]
     assert rows("select o.item, o.note, s.count, s.token from shop.orders o, shop s") == [
@@ -206,6 +210,25 @@ def test_a_rule_for_nothing_and_a_wrong_file(folder: Path, monkeypatch: pytest.M
     shown = immortal("log", "show", "till")
     assert "hide = 3 came, a list was expected: all values are hidden" in shown
     assert "'tea'" not in shown
+
+
+def test_the_page(folder: Path) -> None:
+    pytest.importorskip("jinja2")
+    server = WebServer(folder)
+    try:
+        paths = ["messages", "travel", "timeline.json?from=0&to=9999999999999999&re=tea", "executions"]
+        shown = [
+            server.ask(f"/i/shop/{path}")
+            for path in (*paths, "m/3/0", "travel/watch?at=3:0&path=token", "m/2/0/followed")
+        ]
+        shown += [server.ask("/i/till/dead-letters"), server.ask("/i/till/m/1/0/arguments.json")]
+        form = {"csrf": csrf_of(server.ask("/sql")[1]), "query": "select * from shop, till, shop.orders"}
+        shown.append(server.ask("/sql", "POST", urlencode(form)))
+    finally:
+        server.stop()
+    assert [text for status, text, _ in shown if status != 200] == []
+    assert all(REDACTED in text for _, text, _ in (shown[0], shown[1], shown[-1]))
+    assert MARK not in repr(shown)
 
 
 def test_spark(folder: Path) -> None:

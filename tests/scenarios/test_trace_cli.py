@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import signal
@@ -11,10 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
+from click.testing import CliRunner
 
+from immortal.cli import main
+from immortal.replay.trace import exporters
 from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line, immortal
 from tests.helpers.fleet import flip_byte
 from tests.helpers.sight_fleet import make_fleet
@@ -350,6 +354,20 @@ def test_wrong_calls_are_said(folder: Path) -> None:
     assert "nobody" in immortal(folder, "trace", "export", "nobody", *options, status=1)
     assert not (folder / "x.json").exists()
     assert (folder / HOME).is_dir()
+
+
+def test_a_file_that_can_not_be_written_whole_is_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run refused its name, with the disk empty again."""
+
+    def write(messages: object, spans: object, file: IO[bytes]) -> int:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporters, "write", write)
+    with contextlib.chdir(folder):
+        arguments = ["--home", HOME, "trace", "export", "counter", "--perfetto", "whole.json"]
+        assert "No space left" in CliRunner().invoke(main, arguments).stderr
+    assert not (folder / "whole.json").exists()
 
 
 def test_damaged_records_are_left_out_and_told(tmp_path: Path) -> None:

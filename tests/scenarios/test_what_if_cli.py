@@ -397,6 +397,25 @@ def test_a_module_that_hangs_when_it_is_imported(log: Log, monkeypatch: pytest.M
     assert f"the app {hanging}:Counter did not connect within 0.5 s: its module hangs" in result.stderr
 
 
+def test_a_command_that_is_terminated_leaves_no_temporary_files(log: Log, tmp_path: Path) -> None:
+    hanging = write_module(log.folder, "import threading\nprint('here')\nthreading.Event().wait()\n")
+    command = [sys.executable, "-m", "immortal", "--home", "home", "replay", "counter", "--app", f"{hanging}:Counter"]
+    process = subprocess.Popen(
+        [*command, "--lines"],
+        cwd=log.folder,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        assert list(tmp_path.iterdir())
+        process.terminate()
+        assert process.wait(DEADLINE_S) == -signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_the_new_code_would_not_repeat_is_warned_of(log: Log) -> None:
     clock = log.variant(("        for word in", "        import time\n        time.time()\n        for word in"))
     _, error = log.what_if("--app", f"{clock}:Counter", status=0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from immortal.appsdk.client import connect
 from immortal.appsdk.client.errors import ClientClosed, ClientError
 from immortal.appsdk.client.shells import LoopShell, ThreadShell, WatchedSockets
 
@@ -142,3 +143,9 @@ def test_a_socket_that_has_the_number_of_one_before_is_waited_for() -> None:
     second: Any = Socket()
     assert [watched.update([first]), watched.update([first]), watched.update([second])] == [True, False, True]
     assert said == ["watch 5", "leave 5", "watch 5"]
+
+
+def test_a_connection_that_was_not_opened_says_how() -> None:
+    connection: Any = connect("counter", endpoints=["tcp://127.0.0.1:9"], insecure=True)
+    with pytest.raises(AttributeError, match=r"with connect\(\.\.\.\) as client: client\.add"):
+        connection.add(1)

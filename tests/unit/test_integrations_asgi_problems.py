@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import asyncio
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
 pytest.importorskip("starlette")
+
+import starlette.requests
 
 from immortal.appsdk.client.errors import (
     CallConflict,
@@ -21,7 +24,13 @@ from immortal.appsdk.client.errors import (
     OutcomeUnknown,
     ReplyGone,
 )
-from immortal.appsdk.integrations.asgi.middleware import ProblemResponse, problem_of_call, problem_of_declared
+from immortal.appsdk.integrations.asgi.gateway import _body
+from immortal.appsdk.integrations.asgi.middleware import (
+    ProblemResponse,
+    RefusedRequest,
+    problem_of_call,
+    problem_of_declared,
+)
 from immortal.appsdk.integrations.asgi.services import TooManyCalls
 
 
@@ -78,3 +87,14 @@ def test_a_status_holds_for_what_is_derived() -> None:
     statuses: dict[type[BaseException], int] = {SoldOutError: 410}
     assert problem_of_declared(RareError("tea"), statuses).status == 410
     assert problem_of_declared(ValueError("tea"), statuses).status == 409
+
+
+def test_a_client_that_leaves_within_its_body_is_no_traceback() -> None:
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> dict[str, Any]:
+        return next(messages)
+
+    with pytest.raises(RefusedRequest) as refused:
+        asyncio.run(_body(starlette.requests.Request({"type": "http", "method": "POST"}, receive)))
+    assert refused.value.problem.detail == "the connection ended within it"

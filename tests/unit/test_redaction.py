@@ -108,7 +108,9 @@ def test_unknown_names_hide_all_that_they_could_be(tmp_path: Path) -> None:
     assert repr(redaction.arguments(None, [1])) == "[[redacted]]"
     assert repr(redaction.result("Base.receipt", 1)) == REDACTED
     assert (redaction.concerns("Cart.pay"), redaction.concerns("Cart.count")) == (True, False)
+    assert repr(redaction.arguments("Cart[key].immortal_take", [b"rows"], ["rows"])) == "[[redacted]]"
     redaction.learn("New.pay", ("item", "card"))
+    assert repr(redaction.arguments("New[key].pay", [1, 2])) == "[1, [redacted]]"
     assert repr(redaction.arguments("New.pay", [1, 2])) == "[1, [redacted]]"
     redaction.learn("New.pay", ("card", "item"))  # another class of that name
     assert repr(redaction.arguments("New.pay", [1, 2])) == "[[redacted], [redacted]]"

@@ -102,7 +102,7 @@ class Counter(Immortal):
 
     @rpc
     async def right(self) -> int:
-        global pending_elsewhere
+        global pending_elsewhere  #: changes pending_elsewhere, a variable of the module
         pending_elsewhere = immortal.step(self.add, 1)
         await elsewhere()
         await immortal.sleep(timedelta(1))
@@ -233,6 +233,57 @@ class Counter(Immortal):
             given.append(self.total)
         changes()
         return len(given)
+"""
+    )
+
+
+def test_variables_of_the_module_or_class(program: Program) -> None:
+    program.compare(
+        """
+prices: dict[str, int] = {}
+seen: set[str] = set()
+LIMITS = (1, 2)
+count = 0
+
+def note(name: str) -> None:
+    seen.add(name)  #: note changes seen, a variable of the module, whose first value comes back in a recovery
+
+def load(name: str) -> bytes:
+    prices.clear()
+    return b""
+
+class Counter(Immortal):
+    names = []
+    cache: Transient[list[str]] = []
+    notes: list[str] = []
+    total: int
+
+    def keep(self, name: str) -> None:
+        self.names.append(name)  #: Counter.keep changes self.names, a variable of the class, whose first value
+        self.notes.append(name)
+        self.cache.append(name)
+
+    @rpc
+    def add(self, name: str) -> int:
+        self.keep(name)
+        global count  #: Counter.add changes count
+        count += 1
+        note(name)
+        prices[name] = 5  #: keep it in an attribute of the class
+        prices.setdefault(name, 5)  # immortal: deterministic
+        return prices.get(name, LIMITS[0])
+
+    @rpc
+    async def late(self, seen: set[str]) -> int:
+        prices = {}
+        prices["x"] = 5
+        seen.add("x")
+        await immortal.effect(load, "x")
+        return len(prices)
+
+    @on_primary
+    def feed(self, impulses: Impulses) -> None:
+        seen.clear()
 """
     )
 

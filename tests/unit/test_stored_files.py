@@ -71,7 +71,7 @@ def test_a_content_goes_round(any_store: Path, tmp_path: Path, size_bytes: int) 
     assert stored == StoredFile(f"sha256-{hashlib.sha256(data).hexdigest()}", size_bytes)
     assert store_chunks(data[at : at + 3] for at in range(0, size_bytes, 3)) == stored
     assert content_of(stored) == data
-    stored.save(tmp_path / "target")
+    stored.save(str(tmp_path / "target"))
     assert (tmp_path / "target").read_bytes() == data
     assert os.listdir(any_store) == [stored.name]
 
@@ -116,6 +116,8 @@ def test_what_can_not_be_stored_is_told(tmp_path: Path, folder: Path) -> None:
     for name, problem in wrong.items():
         with pytest.raises(StoredFileError, match=f"can't be stored: .*{problem}"):
             store_file(tmp_path / name)
+    with pytest.raises(TypeError, match=r"a bytes came, chunks were expected: store_chunks\(\[<bytes>\]\)"):
+        store_chunks(b"a whole content")  # type: ignore[arg-type]
     assert not folder.exists() or not os.listdir(folder)
 
 

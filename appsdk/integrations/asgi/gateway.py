@@ -22,7 +22,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -275,10 +275,13 @@ def _wait_s(request: Request, default_s: float | None) -> float:
 
 async def _body(request: Request) -> Any:
     data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > BODY_SIZE_BYTES_MAX:
-            raise RefusedRequest(Problem("too-large", 413, f"The body has more than {BODY_SIZE_BYTES_MAX:,} bytes"))
+    try:
+        async for piece in request.stream():
+            data += piece
+            if len(data) > BODY_SIZE_BYTES_MAX:
+                raise RefusedRequest(Problem("too-large", 413, f"The body has more than {BODY_SIZE_BYTES_MAX:,} bytes"))
+    except ClientDisconnect:  # nobody reads the answer; a traceback in the output would help nobody
+        raise RefusedRequest(Problem("json", 400, "The body is no JSON", "the connection ended within it")) from None
     if not data:
         return {}
     try:
