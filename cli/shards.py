@@ -75,11 +75,9 @@ def shards(
                     waiting = change_count(call, start, pause, before, count)
                 if waiting:
                     raise FailedError(f"call this again: some keys stay until this has ended: {', '.join(waiting)}")
-                gone = [_name(name, one) for one in shard_numbers(before) if one not in shard_numbers(count)]
-                project.set_count(name, count, count if gone else 0)
-                for one in gone:
+                for one in project.set_count(name, count):
                     ends = f"'immortal stop {one}', 'immortal unregister {one}'"
-                    echo(f"{one} has no keys and forwards calls; once no code says shards={before}: {ends}", err=True)
+                    echo(f"{one} has no keys and forwards calls; once no code counts it as a shard: {ends}", err=True)
             numbers = sorted({*shard_numbers(before), *shard_numbers(after)})
             found = [client(shard).query.immortal_shard() | {"name": _name(name, shard)} for shard in numbers]
         except (ClientError, UsageError) as error:

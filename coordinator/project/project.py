@@ -155,15 +155,20 @@ class Project:
         before = given.count_before if registered else 0
         return msgspec.structs.replace(given, count_before=before, leaving=tuple(leaving))
 
-    def set_count(self, name: str, count: int, before: int) -> None:
-        """Write the count of instances into the table of a keyed class. ``before``: while keys move; 0: they do not."""
+    def set_count(self, name: str, count: int, before: int = 0) -> tuple[str, ...]:
+        """Write the count of instances into the table of a keyed class; return the shards that have no keys then.
+
+        ``before``: the count while keys move. These shards go on: as long as they are registered, there is one."""
+        given = msgspec.structs.replace(self.table(name), count=count, count_before=before or count)
+        left = self._with_leaving(given).leaving
         document = self._document()
         table = document["services"][name]
         table["count"] = count
         table.pop("count_before", None)
-        if before:
-            table["count_before"] = before
+        if before or left:
+            table["count_before"] = before or count
         self._write(document)
+        return left
 
     def _is_registered(self, name: str) -> bool:
         return (self.home / f"{name}.toml").exists()

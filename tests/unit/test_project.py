@@ -375,7 +375,11 @@ def test_keys_stay_in_their_shards(tmp_path: Path) -> None:
             assert [planned[name] for name in planned if name.startswith("carts")] == [
                 f"{n}/{another}/{count}" for n in new
             ]
-            project.set_count("carts", count, 0)
+            kept = {"carts"} if another == 1 else {f"carts-{n}" for n in range(1, another + 1)}
+            left = project.set_count("carts", another)  # the others are registered, and go on without keys
+            assert left == tuple(name for name in registered if name not in kept)
+            assert project.table("carts").count_before == (another if left else 0)
+            assert project.set_count("carts", count) == ()
             assert project.table("carts").count_before == 0
         for name in registered:
             project.home.joinpath(f"{name}.toml").unlink()
