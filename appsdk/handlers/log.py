@@ -209,7 +209,7 @@ class FailureReporter:
             remedy = f"its handler has EffectFailed: mend what {effect.function.name} needs, and call that again"
         record, caller = "{}:{}".format(*task.started_by), describe_caller(task.caller)
         # only the handlers' thread counts handles
-        arguments = "(...)" if task.tasks.codec(task.handler).may_hold_handles else task.described_arguments
+        arguments = "(...)" if task.tasks.codec(task.handler).may_hold_handles else task.arguments_text()
         self._write(level, instance, text, task.name, arguments, caller, record, remedy, trace)
 
     def _write(

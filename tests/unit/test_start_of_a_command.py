@@ -43,6 +43,7 @@ OURS = {
     "immortal.protocol.extensions",
     "immortal.protocol.files",
     "immortal.protocol.process",
+    "immortal.protocol.redaction",
     "immortal.protocol.system_methods",
     "immortal.protocol.limits",
     "immortal.protocol.messages",
