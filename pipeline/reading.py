@@ -111,6 +111,8 @@ def _nothing_at(path: str, matches: list[str]) -> str:
 
 def _folders(path: Path) -> Iterator[Path | str]:
     """Yield log folders, and the URLs of logs that are in none."""
+    if not path.is_dir():
+        return
     if log_exists(path):
         yield path
         return
@@ -119,7 +121,7 @@ def _folders(path: Path) -> Iterator[Path | str]:
         return
     try:
         entries = sorted(path.iterdir())
-    except OSError:
+    except OSError:  # not readable
         return
     for entry in entries:
         if entry.suffix == ".toml" and not entry.name.startswith("."):
