@@ -259,6 +259,8 @@ class Recorded:
         finalize(self, self._file.close)
         self._ends = array("q", [0])  # in the file, of each record's outputs
         proving = ProvingSink(source, route)
+        forgotten_elsewhere = personal_keys.noted.copy()  # by this process, in other runs
+        personal_keys.noted.clear()
         with closing(Player(source, route, definition, proving, outsiders=outsiders)) as player:
             self._note(player, route.checkpoint.time_ns)
             for record in logged(source, route.checkpoint, to_ns):
@@ -284,6 +286,7 @@ class Recorded:
                         f" of the log, and what follows from a change can't be told: give --from with a time after that"
                     )
                 raise ReplayError(unshowable_state_text(name, problem))
+            personal_keys.noted.update(forgotten_elsewhere)
             self._file.flush()
             last = self.log.last_sequence_id
             told = {one.key: one for one in source.summary().verdicts if one.sequence_id <= last}

@@ -28,7 +28,8 @@ RULES = st.lists(st.lists(NAMES | st.just("*"), min_size=2, max_size=4).map(tupl
 
 
 @pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(redaction, "parameters", {})  # without classes of other tests
     yield
     redaction.use(None)
 
