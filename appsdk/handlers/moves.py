@@ -18,6 +18,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import refused
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler, query, rpc
 from immortal.appsdk.handlers.definition import blocks, range_of, shard_name
@@ -28,6 +29,7 @@ from immortal.protocol import decoding
 from immortal.protocol.client_frames import Caller
 from immortal.protocol.messages import RpcType
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
+from immortal.protocol.verdicts import Cause
 
 STEP = (1024, 1000, 256 << 10)
 """Ranges, rows and their bytes that a shard gives at once, at most: meanwhile it handles nothing else."""
@@ -147,6 +149,15 @@ class Moving:
         name = self._immortal_context.instance_name
         return shard_name(name.removesuffix(f"-{self.shard}") if self.shard else name, shard, 2 if shard else 1)
 
+    def _require_shard_as_sender(self) -> None:
+        """Check that a message comes from another shard: others must not bring rows or end detours. Raises
+        HandlerError."""
+        source, base = self._immortal_context.source, self._name_of(0)
+        is_shard = source is None or source == base or source.removeprefix(f"{base}-").isdecimal()  # None: not known
+        if not is_shard:
+            problem = f"what moves keys came from {source or 'a client'}, and only shards of {base} send it"
+            raise refused(self._immortal_context, type(self).__qualname__, Cause.ARGUMENTS, problem)
+
     def _tell(self, shard: int, handler: Any, *arguments: Any) -> None:
         if shard == self.shard:
             handler.function(self, *arguments)
@@ -163,6 +174,7 @@ class Moving:
     @rpc
     def immortal_fence(self, origin: int, fence: int, ranges: list[int]) -> None:
         """Pass a fence on, by the ways of the calls before it, up to the owners, which send it back."""
+        self._require_shard_as_sender()
         for way, some in _grouped(ranges, self.way).items():
             if way is None:
                 self._tell(origin, Moving.immortal_fence_returned, fence, some)
@@ -172,6 +184,7 @@ class Moving:
     @rpc
     def immortal_fence_returned(self, fence: int, ranges: list[int]) -> None:
         """End the detours of ``ranges`` on which no call followed this fence."""
+        self._require_shard_as_sender()
         assert self.moves is not None
         for number in ranges:
             if self.moves.detours.get(number, (0, 0))[1] == fence:
@@ -253,6 +266,7 @@ class Moving:
         signals: dict[str, list[bytes]],
     ) -> None:
         """Take ``ranges`` from the shard ``source``, whose rows have come up to these."""
+        self._require_shard_as_sender()
         newer = [one for one in self._immortal_definition.chain if one.version > version]
         for key, data in rows:
             if newer:

@@ -15,6 +15,7 @@ from immortal.appsdk.client.clients import Proxy
 from immortal.appsdk.client.errors import CallRefused
 from immortal.appsdk.handlers import moves
 from immortal.appsdk.handlers.definition import ELSEWHERE, blocks, range_of
+from immortal.appsdk.testing.instance import Pending
 from immortal.appsdk.testing.outside import OUTSIDE_NAME
 from immortal.errors import UsageError
 from immortal.protocol import decoding
@@ -148,6 +149,17 @@ def test_a_crash_anywhere_changes_nothing() -> None:
             env.change_shards(carts, 3, meanwhile=lambda: shop.send(Shop.flood, "shop", 1))  # noqa: B023
             env.run()
             require_whole(carts, {"shop": shop.state.sent, "itself": shop.state.sent})
+
+
+def test_only_shards_bring_rows(env: Environment) -> None:
+    carts = env.start(Cart, "carts", shards=2)
+    env.change_shards(carts, 3)
+    rows = [(KEYS[0], b"row")]
+    take: Any = moves.Moving.immortal_take
+    sent = env._world.outside.call("carts-1", take, (2, 0, [], rows, {}))
+    with pytest.raises(immortal.CalleeFailed, match="came from test, and only shards of carts send it"):
+        Pending(env._world, carts.started[1].definition, take, sent).result()
+    assert list(carts.started[1].state.keys) == []  # type: ignore[attr-defined]
 
 
 def test_handlers_and_signals_of_a_key(env: Environment) -> None:
