@@ -23,7 +23,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from itertools import chain
-from types import FunctionType
+from types import FunctionType, GenericAlias
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
@@ -37,7 +37,7 @@ from immortal.appsdk.state.table import Table, TableField, TableKind
 from immortal.appsdk.state.tree import differences, tree
 from immortal.appsdk.types.encoding import PLAIN_CLASSES, AnnotatedForm, allow_integers, form_of
 from immortal.appsdk.types.handles import MARK
-from immortal.appsdk.types.registry import current_module, unsupported_type
+from immortal.appsdk.types.registry import current_module, has_named_fields, lost_field, unsupported_type
 from immortal.appsdk.types.steps import NotRoundTrippableError
 from immortal.protocol import decoding
 from immortal.protocol.state_envelope import FRONT, MAGIC
@@ -181,6 +181,7 @@ class StateSchema:
         self._decoders: dict[str, ValueDecoder] = {}
         self._forms: dict[str, AnnotatedForm] = {}
         self.tables: dict[str, TableKind] = {}
+        self._with_names: dict[str, Any] = {}  # annotations with dataclasses or the like
         self.attributes: list[str] = []  # the fields that are no tables
         if self.serializer == "own":
             with suppress(NameError):
@@ -210,6 +211,10 @@ class StateSchema:
                 exact = allow_integers(annotation)
                 self._decoders[name] = ValueDecoder(exact)
                 self._forms[name] = form_of(exact)
+                if has_named_fields(annotation):
+                    self._with_names[name] = (
+                        GenericAlias(dict, (Any, annotation)) if name in self.tables else annotation
+                    )
         self.attributes = [name for name in self.fields if name not in self.tables]
         named = {name for base in cls.__mro__ for name, value in vars(base).items() if isinstance(value, TableField)}
         for name in named - self.tables.keys():
@@ -456,12 +461,14 @@ class StateSchema:
             for _ in range((yield from state.map_count())):
                 name = decoding.decode((yield from state.value()), type=str)
                 if name in self.tables:
-                    left = yield from state.map_count()
+                    left = rows_count = yield from state.map_count()
                     while left:
                         count, rows = yield from state.entries(left)
                         if self._objects is not None:
                             saved = decoding.decode(rows, type=dict[str | int, dict[str, msgspec.Raw]])
                             self._objects._require_names(set().union(*saved.values()))
+                        if left == rows_count:
+                            self._require_fields(name, rows)
                         run(partial(getattr(instance, name).load, count, rows))
                         left -= count
                 else:
@@ -482,6 +489,7 @@ class StateSchema:
     def _set(self, instance: Any, values: dict[str, Any]) -> None:
         self._require_names(values)
         for name, value in values.items():
+            self._require_fields(name, value)
             setattr(instance, name, value if self.serializer == "pickle" else self.decode_attribute(name, value))
 
     def _unreadable(self, error: decoding.DecodeError) -> StateError:
@@ -512,6 +520,15 @@ class StateSchema:
                 f"{self._class_name}: the checkpoint is from before {', '.join(map(repr, missing))}: give new "
                 f"attributes "
                 f"a default in the class ({missing[0]}: <type> = <value>)"
+            )
+
+    def _require_fields(self, name: str, data: bytes | msgspec.Raw) -> None:
+        """Check that classes in an attribute still have the fields that its saved value has. Raises StateError."""
+        if name in self._with_names and (lost := lost_field(self._with_names[name], data)):
+            raise StateError(
+                f"{self._class_name}: attribute {name!r}: the checkpoint has values of {lost}, a field that the class "
+                f"does not have any more, so they would be lost: keep the field, or convert it in a new version "
+                f"(@upgrades), whose old class has the old one"
             )
 
     def decode_attribute(self, name: str, raw: msgspec.Raw | bytes) -> Any:

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from immortal.appsdk.errors import DefinitionError
+from immortal.protocol import decoding
 from immortal.protocol.extension_values import converted
 from immortal.protocol.redaction import Redacted
 
@@ -328,6 +329,48 @@ def _types_in(first: msgspec.inspect.Type) -> Iterator[msgspec.inspect.Type]:
             seen.append(info)
             yield info
             pending.extend(_parts(info))
+
+
+_WithNames = msgspec.inspect.DataclassType | msgspec.inspect.StructType | msgspec.inspect.TypedDictType
+_SAMPLE_COUNT = 16
+
+
+def has_named_fields(annotation: Any) -> bool:
+    """Return True if a value of the annotation can contain an object whose fields are encoded by name."""
+    return any(isinstance(info, _WithNames) for info in types_of(annotation))
+
+
+def lost_field(annotation: Any, data: bytes | msgspec.Raw) -> str:
+    """Return a field that is encoded in ``data`` and that its class does not have any more, as "Item.price".
+
+    "" if there is none. It looks at some values of each container, since all of a class have the same fields.
+    """
+    return _lost_field(type_info(readable_type(annotation)), data)
+
+
+def _lost_field(info: msgspec.inspect.Type, data: bytes | msgspec.Raw) -> str:
+    try:
+        if isinstance(info, _WithNames) and not getattr(info, "array_like", False):
+            known = {field.encode_name: field.type for field in info.fields}
+            found = decoding.decode(data, type=dict[str, msgspec.Raw])
+            gone = found.keys() - known.keys() - {getattr(info, "tag_field", None)}
+            if gone and not any(name.startswith("$") for name in found):  # "$..." marks another form of a value
+                return f"{info.cls.__qualname__}.{min(gone)}"
+            parts: list[tuple[msgspec.inspect.Type, bytes | msgspec.Raw]]
+            parts = [(known[name], value) for name, value in found.items() if name in known]
+        elif isinstance(info, msgspec.inspect.DictType):
+            values = decoding.decode(data, type=dict[Any, msgspec.Raw]).values()
+            parts = [(info.value_type, value) for value in islice(values, _SAMPLE_COUNT)]
+        elif isinstance(item := getattr(info, "item_type", None), msgspec.inspect.Type):
+            parts = [(item, value) for value in decoding.decode(data, type=list[msgspec.Raw])[:_SAMPLE_COUNT]]
+        elif isinstance(info, msgspec.inspect.UnionType):
+            arms = [one for one in info.types if any(isinstance(part, _WithNames) for part in _types_in(one))]
+            parts = [(arms[0], data)] if len(arms) == 1 else []  # of several each value would have to be told apart
+        else:
+            return ""
+    except decoding.DecodeError:
+        return ""  # a value in another form, or None
+    return next(filter(None, (_lost_field(*part) for part in parts)), "")
 
 
 def unsupported_type(annotation: Any) -> str | None:

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 import immortal
-from immortal import Handle, Immortal, Node, Retry, Transient, Winner, rpc
+from immortal import Handle, Immortal, Node, Retry, Table, Transient, Winner, rpc
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
+from immortal.appsdk.state.schema import FRONT, Envelope, copied_envelope, decode_envelope, encode_envelope
 from immortal.errors import StateError
 from immortal.testing import Environment
 
@@ -257,3 +257,39 @@ def test_a_state_pickled_before_the_sdk_had_rooms_is_read() -> None:
     keeper = restore(Keeper, state)
     assert keeper.won == Winner(1, "b")
     assert keeper.retry == Retry(attempts=3)
+
+
+@dataclass
+class Price:
+    net: int
+    tax: int = 0
+
+
+@dataclass
+class NetPrice:  # as Price is in newer code
+    net: int
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "value"),
+    [
+        (Price, NetPrice, Price(5, 1)),
+        (list[Price], list[NetPrice], [Price(5, 1), Price(6)]),
+        (dict[str, list[Price] | None], dict[str, list[NetPrice] | None], {"a": None, "b": [Price(5)]}),
+        (tuple[Price, ...], tuple[NetPrice, ...], (Price(5, 1),)),
+        (Table[int, Price], Table[int, NetPrice], {1: Price(5)}),
+    ],
+)
+def test_a_field_that_a_class_no_longer_has_is_not_dropped(before: Any, after: Any, value: Any) -> None:
+    old, new = (
+        definition_of(type("Shop", (Immortal,), {"__annotations__": {"value": kind}, "__module__": __name__}))
+        for kind in (before, after)
+    )
+    one = old.new_instance()
+    one.value = value
+    saved = memoryview(old.state().encode(one))
+    old.state().restore(old.new_instance(), copied_envelope("Shop", "msgspec"), saved)
+    with pytest.raises(
+        StateError, match=r"'value': the checkpoint has values of NetPrice\.tax, a field that the class"
+    ):
+        new.state().restore(new.new_instance(), copied_envelope("Shop", "msgspec"), saved)
