@@ -220,10 +220,11 @@ def step(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coro
     """
     task = _task("step")
     made: Any
-    whole = functools.partial(function, *args, **kwargs)  # of a partial: its function, with all arguments
-    if isinstance(whole.func, TaskHandler):
-        made = whole.func.as_step(whole.args, whole.keywords)
-        return made  # type: ignore[no-any-return]  # a future, with the type of what create_task takes
+    if callable(function):
+        whole = functools.partial(function, *args, **kwargs)  # of a partial: its function, with all arguments
+        if isinstance(whole.func, TaskHandler):
+            made = whole.func.as_step(whole.args, whole.keywords)
+            return made  # type: ignore[no-any-return]  # a future, with the type of what create_task takes
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise UsageError(
             f"immortal.step({function!r}): a function was expected that does not wait; an 'async def' is "

@@ -112,6 +112,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "fork(item, card,", "fork('x', '?',"
     )
     (folder / "redacted_app2.py").write_text(changed)
+    others = dict(redaction.parameters)
+    redaction.parameters.clear()  # other tests have classes of these names
     app = load_module(folder, "redacted_app")
     with chdir(folder), Environment(fail_alone=True) as env:
         env.start(app.Till, "till")
@@ -126,6 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(redaction.shared_registry, "chosen_home", folder / HOME)
         redaction.use(None)
         yield folder
+    redaction.parameters.update(others)
     redaction.use(None)
 
 

@@ -133,7 +133,7 @@ def method_names_of(folder: Path) -> dict[tuple[str, int], str]:
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-P", "-m", "immortal.appsdk.running.inspection", "methods", "desk:Desk"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
-    return {(to, number): name for to, number, name in json.loads(done.stdout)}
+    return {(to, number): name for to, number, name, _ in json.loads(done.stdout)}
 
 
 class Fleet:
