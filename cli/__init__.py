@@ -138,6 +138,6 @@ def main(ctx: click.Context, home: str) -> None:
     shared_registry.chosen_home = registry.home if registry.copy is None else registry.copy.url
     if registry.copy is not None and registry.copy.problem:
         echo(f"{registry.copy.problem}; the last known registry, in {registry.home}, is used", err=True)
-    redaction.use(None)
+    redaction.set_rules(None)
     if redaction.rules().problem:
         echo(redaction.rules().problem, err=True)

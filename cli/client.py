@@ -217,7 +217,7 @@ def _call_queue(registry: Registry, name: str, method: str, *arguments: Any) -> 
 
 def _value(encoded: bytes) -> Any:
     """Decode arguments or a result for display; None if there are none, hex if they can't be read."""
-    if encoded and redaction.concerns(None):
+    if encoded and redaction.may_apply(None):
         return redaction.REDACTED
     try:
         return decoding.decode_shown(encoded) if encoded else None

@@ -206,7 +206,7 @@ def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -
     described = letter_values(letter, reader)
     if described["method"] is None:
         described["method"] = message["method"]
-    is_redacted = redaction.concerns(described["method"])
+    is_redacted = redaction.may_apply(described["method"])
     data = redaction.REDACTED if is_redacted else verdict.message.hex()
     return {**described, "message": message, "message_hex": data, "trace": verdict.trace}
 

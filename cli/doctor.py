@@ -138,9 +138,10 @@ def _redaction(registry: Registry) -> Iterator[Finding]:
     elif redaction.rules().rules:
         apps = {app for name in registry.names() if (app := registry.load(name).app)}
         try:
-            for rule in redaction.unknown(chain.from_iterable(map(app_process.class_paths, sorted(apps)))):
+            for rule in redaction.unmatched_rules(chain.from_iterable(map(app_process.class_paths, sorted(apps)))):
                 why = "it hides nothing, unless it is for an effect, or for a class of another home"
-                yield note(Area.HOME, f"no class has what the rule {rule!r} names", why, f"see {redaction.place()}")
+                text = f"no class has what the rule {rule!r} names"
+                yield note(Area.HOME, text, why, f"see {redaction.rules_file()}")
         except ReplayError as error:
             what = "which rules of redaction fit nothing is not known"
             yield note(Area.HOME, what, str(error), "run the doctor where all apps can be imported")

@@ -82,7 +82,7 @@ class ArgumentDecoder:
 
 def _to_json(named: dict[str, Any], handler: str) -> str:
     encoded = msgspec.json.encode(named, enc_hook=show_custom)
-    if redaction.concerns(handler):
+    if redaction.may_apply(handler):
         shown = redaction.redact(decoding.load_json(encoded), (redaction.name_in_rules(handler),))
         front = {name: named[name] for name in ("$caller", "$call") if name in named}
         encoded = json.dumps(shown | front, ensure_ascii=False).encode()
@@ -99,7 +99,7 @@ def read_arguments(codec: ArgumentCodec, rpc_type: int, arguments: bytes | memor
 
 def unreadable(codec: ArgumentCodec, error: Exception) -> str:
     """Return what is said of arguments for which :func:`read_arguments` raised ``error``."""
-    why = type(error).__name__ if redaction.concerns(codec.name) else _reason(error)  # which can quote a value
+    why = type(error).__name__ if redaction.may_apply(codec.name) else _reason(error)  # which can quote a value
     return f"the arguments of {codec.name} cannot be shown: {why}"
 
 

@@ -165,13 +165,13 @@ class Options:
 
 
 def _rules(paths: Sequence[str]) -> redaction.Rules:
-    """Return the rules of redaction beside the home of the logs in ``paths``; of another place see redaction.place."""
+    """Return the rules of redaction beside the home of the logs in ``paths``; elsewhere see redaction.rules_file."""
     if redaction.FILE_VARIABLE not in os.environ:
         for path in paths:
             folder = Path(os.path.abspath(folder_of(path).removeprefix("file:")))
             for file in (parent / redaction.FILE_NAME for parent in list(folder.parents)[:3]):  # of HOME/NAME/log
                 if file.exists():
-                    return redaction.read(file)
+                    return redaction.read_rules(file)
     return redaction.rules()
 
 
@@ -263,7 +263,7 @@ class RangeReader:
 
     def read(self, wanted: LogRange) -> Iterator[pa.RecordBatch]:
         options = self.options
-        redaction.use(options.rules)
+        redaction.set_rules(options.rules)
         if options.table == "checkpoints":
             yield from tables.read(open_range(wanted), wanted, options.check, self.columns)
             return

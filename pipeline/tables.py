@@ -282,7 +282,7 @@ class TableReader:
             return arguments
         hidden = {one: is_redacted(one) for one in set(method_ids.tolist())}
         pairs = zip(arguments.to_pylist(), method_ids.tolist(), strict=True)
-        return pa.array([redaction.data(one) if hidden[each] else one for one, each in pairs], pa.binary())
+        return pa.array([redaction.placeholder(one) if hidden[each] else one for one, each in pairs], pa.binary())
 
     def _named(self, names: Sequence[str], number: npt.NDArray[Any]) -> pa.Array:
         return pa.array([name or self.instance for name in names], pa.string()).take(pa.array(number))
@@ -347,7 +347,7 @@ class TableReader:
             }
             rpc, is_initial = message.rpc, message.source.kind == BatchKind.INITIAL
             if not self.plain and is_redacted(None if rpc is None else rpc.method_id):
-                row["arguments"] = redaction.data(message.arguments)
+                row["arguments"] = redaction.placeholder(message.arguments)
             if self.calls is not None:
                 if rpc is None or is_initial:
                     continue
@@ -367,7 +367,7 @@ class TableReader:
 def is_redacted(method_id: int | None) -> bool:
     """Return True if a rule of redaction may be for the method, of which only the ID is known."""
     named = {rule[1] for rule in redaction.rules().rules}
-    named |= {"immortal_take"} if named else set()  # its arguments are rows of a state
+    named |= {"immortal_receive"} if named else set()  # its arguments are rows of a state
     is_derived = method_id is not None and DERIVED_METHOD_ID_MIN <= method_id <= METHOD_ID_MAX
     is_other = is_derived and "*" not in named and method_id not in {method_id_of_name(name) for name in named}
     return bool(redaction.rules().anywhere) or (bool(named) and not is_other)

@@ -164,7 +164,7 @@ def _parts(rpc: IncomingRpc, values: list[Any], name: str) -> dict[str, Any]:
 
 
 def _shown(data: bytes, name: str | None) -> str:
-    if redaction.concerns(name):
+    if redaction.may_apply(name):
         return redaction.REDACTED
     if len(data) <= ARGUMENTS_SHOWN_BYTES_MAX:
         return repr(data)[2:-1]
@@ -311,7 +311,7 @@ def _by_position(rpc: IncomingRpc, method: str | None) -> dict[str, Any]:
 def _hex(data: bytes, method: str | None) -> str:
     return (
         redaction.REDACTED
-        if redaction.concerns(method)
+        if redaction.may_apply(method)
         else data[:BYTES_SHOWN_MAX].hex(" ") + (" ..." if len(data) > BYTES_SHOWN_MAX else "")
     )
 

@@ -263,7 +263,7 @@ class Report:
     def _pairs(self, finding: Finding) -> list[Values]:
         call = finding.new or finding.old
         pairs = [asdict(one) for one in finding.arguments]
-        if call is None or not redaction.concerns(self._method(finding.destination, call)):
+        if call is None or not redaction.may_apply(self._method(finding.destination, call)):
             return pairs
         return [one | {side.value: one[side.value] and redaction.REDACTED for side in Side} for one in pairs]
 

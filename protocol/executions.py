@@ -131,7 +131,7 @@ class Query(Struct, kw_only=True):
 
 def _redacted(one: Execution) -> Execution:
     """Hide texts that were written before there was a rule, or without parameters' names."""
-    if redaction.concerns(one.handler):
+    if redaction.may_apply(one.handler):
         one.arguments, one.result = f"({redaction.REDACTED})", one.result and redaction.REDACTED
     return one
 
@@ -240,7 +240,7 @@ class ExecutionIndex:
         names = [one[0] for one in cursor.description]
         for key, origin, *row in cursor:
             values = dict(zip(names[2:], row, strict=True))
-            if redaction.concerns(values["handler"]):
+            if redaction.may_apply(values["handler"]):
                 values |= dict.fromkeys(("arguments", "result", "labels"), redaction.REDACTED)
             yield {"id": id_of(key), "origin": origin and id_of(origin), **values}
 

@@ -74,7 +74,7 @@ class Rules(Struct, frozen=True):
 _rules: Rules | None = None
 
 
-def place() -> Path | None:
+def rules_file() -> Path | None:
     """Return the file that counts, which need not exist; None for a home that is a database, without the variable."""
     if given := os.environ.get(FILE_VARIABLE):
         return Path(given)
@@ -84,7 +84,7 @@ def place() -> Path | None:
 
 def environment() -> dict[str, str]:
     """Return the variable by which a child process uses the same rules."""
-    found = place()
+    found = rules_file()
     is_there = found is not None and (os.environ.get(FILE_VARIABLE) or found.exists())
     return {FILE_VARIABLE: str(found and found.absolute())} if is_there else {}
 
@@ -93,17 +93,17 @@ def rules() -> Rules:
     """Return the rules, which a process reads once. A file that can't be read hides everything."""
     global _rules
     if _rules is None:
-        _rules = read(place(), must_exist=bool(os.environ.get(FILE_VARIABLE)))
+        _rules = read_rules(rules_file(), must_exist=bool(os.environ.get(FILE_VARIABLE)))
     return _rules
 
 
-def use(given: Rules | None) -> None:
+def set_rules(given: Rules | None) -> None:
     """Let this process use other rules from now on; None: those that the file has now."""
     global _rules
     _rules = given
 
 
-def read(file: Path | None, *, must_exist: bool = False) -> Rules:
+def read_rules(file: Path | None, *, must_exist: bool = False) -> Rules:
     """Read a file; ``problem`` says what is wrong with it."""
     try:
         if file is None or not (must_exist or file.exists()):
@@ -129,7 +129,7 @@ def read(file: Path | None, *, must_exist: bool = False) -> Rules:
     )
 
 
-def learn(handler: str, names: Iterable[str]) -> None:
+def note_parameters(handler: str, names: Iterable[str]) -> None:
     """Note the names of the parameters of a handler, "Cart.pay" or "Cart[key].pay"."""
     name, given = handler.replace("[key]", ""), tuple(names)
     parameters[name] = given if parameters.get(name, given) == given else ()
@@ -165,12 +165,12 @@ def is_hidden(handler: str, name: str | None) -> bool:
     return bool(_at(rules(), (name_in_rules(handler), name), None))
 
 
-def is_named(name: str) -> bool:
+def is_named_anywhere(name: str) -> bool:
     """Return True if a rule hides the name at any place."""
     return any(rule[-1] in ("*", name) for rule in rules().anywhere)
 
 
-def concerns(handler: str | None) -> bool:
+def may_apply(handler: str | None) -> bool:
     """Return True if a rule may hide a part of a call of ``handler`` or of its answer. None: it is unknown."""
     found, name = rules(), name_in_rules(handler)
     return bool(found.anywhere) or any(name is None or rule[1] in ("*", name) for rule in found.rules)
@@ -191,17 +191,17 @@ def result(handler: str | None, value: Any) -> Any:
     return redact(value, (name_in_rules(handler), RESULT))
 
 
-def called(what: str) -> str:
+def step_name(what: str) -> str:
     """Return what gave a step its result: of "call till.receipt" or "effect charge" the last word."""
     return what.partition(" of ")[0].rpartition(" ")[2]
 
 
-def data(encoded: bytes) -> bytes:
+def placeholder(encoded: bytes) -> bytes:
     """Return what stands for encoded arguments: text of the same size."""
     return REDACTED.ljust(len(encoded), ".")[: len(encoded)].encode()
 
 
-def words(text: str) -> str:
+def redact_call_text(text: str) -> str:
     """Return the text of an effect's call, ``unlock(bike=7) of Ride.ride(17)``, as people are shown it."""
     found = rules()
     if not found.anywhere and not any(rule[1] == "*" or rule[1] in text for rule in found.rules):
@@ -239,7 +239,7 @@ def _redacted(value: Any, left: list[Rule], found: Rules, hidden: Callable[[Any]
     return hidden(value) if left and value is not None else value  # a rule names a part of what has no names
 
 
-def unknown(known: Iterable[tuple[Collection[str], Collection[str]]]) -> Iterator[str]:
+def unmatched_rules(known: Iterable[tuple[Collection[str], Collection[str]]]) -> Iterator[str]:
     """Yield the rules that fit nothing. ``known``: of each class its names, and paths ("pay.card") in it."""
     classes = list(known)
     for cls, *rule in rules().rules:

@@ -400,7 +400,7 @@ def method_names(app: str) -> dict[tuple[str, int], str]:
     """Return the method names of the class ``app``: (destination, method ID) to a name. Raises ReplayError."""
     found: list[tuple[str, int, str, list[str]]] = _inspect("methods", app, subject="the class")
     for _, _, name, parameters in found:
-        redaction.learn(name, parameters)
+        redaction.note_parameters(name, parameters)
     return {(destination, method_id): name for destination, method_id, name, _ in found}
 
 

@@ -260,7 +260,7 @@ def _answer(site: Site, settings: InstanceSettings, query: str, arguments: list[
         except CallRaised as error:
             raise WebError(f"the query raised {error}") from None
     encoded = msgspec.json.encode(value)
-    if redaction.concerns(query):
+    if redaction.may_apply(query):
         encoded = msgspec.json.encode(redaction.result(query, decoding.load_json(encoded)), enc_hook=str)
     return printable_json_text(msgspec.json.format(encoded, indent=2).decode())
 

@@ -249,7 +249,7 @@ _search = functools.cache(SECRET.search)
 
 def is_secret(name: str) -> bool:
     """Return True if the value of a parameter, attribute or key of this name must not be shown."""
-    return _search(name) is not None or redaction.is_named(name)
+    return _search(name) is not None or redaction.is_named_anywhere(name)
 
 
 def hide_secrets(text: str) -> str:

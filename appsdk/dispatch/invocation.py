@@ -48,7 +48,7 @@ def _with_shard_check(handler: Handler[Any, Any], function: Callable[..., Any], 
         return function
 
     def run(instance: Any, *arguments: Any) -> Any:
-        to = instance.way_of(handler.function.__qualname__, arguments[front])
+        to = instance.next_shard_of(handler.function.__qualname__, arguments[front])
         return function(instance, *arguments) if to is None else instance.forward(handler, to, arguments, front)
 
     return run

@@ -333,7 +333,7 @@ def define(definition: Definition, roles: Mapping[str, Iterable[str]] | None = N
     definition.roles = roles_of(name, definition.handlers, roles, inherited.roles if inherited else {})
     definition.resolve(names_may_be_missing=True)
     for handler in definition.handlers.values():
-        redaction.learn(handler.function.__qualname__, handler.signature.parameters)
+        redaction.note_parameters(handler.function.__qualname__, handler.signature.parameters)
     return definition
 
 

@@ -141,14 +141,14 @@ class Keys(Moving):
             f"has another count of shards: use peers({definition.name}, ..., shards={self.shards})"
         )
 
-    def way_of(self, name: str, key: object) -> int | None:
+    def next_shard_of(self, name: str, key: object) -> int | None:
         """Return the shard through which a call of the handler ``name`` for ``key`` goes; None: it is for this one.
 
         Raises HandlerError."""
         problem = self.problem(key) if self.moves is None else key_problem(self._immortal_definition.keyed, key)
         if problem:
             raise refused(self._immortal_context, name, Cause.ARGUMENTS, problem)
-        return None if self.moves is None else self.way(range_of(key))
+        return None if self.moves is None else self.next_shard(range_of(key))
 
     def require_shard(self, given: tuple[int, ...] | None) -> None:
         """Check that nobody has changed the number of shards without a move. Raises StateError."""

@@ -82,14 +82,14 @@ class Moving:
     moves: Moves | None = None
     rows_by_range: Transient[Any] = None  # keys of all rows, once a range was given
 
-    # --- ways of calls ------------------------------------------------------------------------------------------------
+    # --- routes of calls ----------------------------------------------------------------------------------------------
 
     def owner(self, number: int) -> int:
         """Return the shard that has a range, as far as this shard knows."""
         found = None if self.moves is None else self.moves.owners.get(number)
         return blocks(self.shards)[number] if found is None else found
 
-    def way(self, number: int) -> int | None:
+    def next_shard(self, number: int) -> int | None:
         """Return the shard through which a message for a range goes; None: it is for this shard, now."""
         assert self.moves is not None
         owner, detour = self.owner(number), self.moves.detours.get(number)
@@ -111,7 +111,7 @@ class Moving:
         else:
             context.tasks.answers.pass_on(name, handler.method_id, RpcType.FORK, arguments)
         if number in moves.detours:
-            self._take_detour([number], to)
+            self._start_detour([number], to)
 
     def _immortal_relay(self, number: int, raised: bool, value: bytes) -> bool:
         """Pass on the answer of a forwarded call; return False if the call is none."""
@@ -158,28 +158,28 @@ class Moving:
             problem = f"what moves keys came from {source or 'a client'}, and only shards of {base} send it"
             raise refused(self._immortal_context, type(self).__qualname__, Cause.ARGUMENTS, problem)
 
-    def _tell(self, shard: int, handler: Any, *arguments: Any) -> None:
+    def _send_to_shard(self, shard: int, handler: Any, *arguments: Any) -> None:
         if shard == self.shard:
             handler.function(self, *arguments)
         else:
             self._immortal_context.tasks.fork(self._name_of(shard), handler)(*arguments)
 
-    def _take_detour(self, ranges: list[int], via: int) -> None:
+    def _start_detour(self, ranges: list[int], via: int) -> None:
         """Send messages for ``ranges`` through ``via``, until all that went there have arrived at the owner."""
         assert self.moves is not None
         self.moves.fence += 1
         self.moves.detours.update(dict.fromkeys(ranges, (via, self.moves.fence)))
-        self._tell(via, Moving.immortal_fence, self.shard, self.moves.fence, ranges)
+        self._send_to_shard(via, Moving.immortal_fence, self.shard, self.moves.fence, ranges)
 
     @rpc
     def immortal_fence(self, origin: int, fence: int, ranges: list[int]) -> None:
         """Pass a fence on, by the ways of the calls before it, up to the owners, which send it back."""
         self._require_shard_as_sender()
-        for way, some in _grouped(ranges, self.way).items():
-            if way is None:
-                self._tell(origin, Moving.immortal_fence_returned, fence, some)
+        for shard, some in _grouped(ranges, self.next_shard).items():
+            if shard is None:
+                self._send_to_shard(origin, Moving.immortal_fence_returned, fence, some)
             else:
-                self._tell(way, Moving.immortal_fence, origin, fence, some)
+                self._send_to_shard(shard, Moving.immortal_fence, origin, fence, some)
 
     @rpc
     def immortal_fence_returned(self, fence: int, ranges: list[int]) -> None:
@@ -194,7 +194,7 @@ class Moving:
 
     @rpc
     def immortal_begin(self, before: int, count: int) -> int:
-        """Prepare for another number of shards: from here on calls of other ranges are forwarded, and not refused.
+        """Prepare for another number of shards: from here on calls of other ranges are forwarded, not refused.
 
         Return the version of the class; 0: not yet, since calls still take detours after an earlier move. A range that
         came while its calls took one would have two ways in."""
@@ -237,11 +237,11 @@ class Moving:
             to = moves.owners[number] = leaving.pop(number)
             for key in sorted(self._keys_by_range().pop(number, ())):
                 parcel = parcels.setdefault(to, Parcel())
-                if (data := self.keys.take_raw(key)) is not None:  # else it was forgotten
+                if (data := self.keys.pop_raw(key)) is not None:  # else it was forgotten
                     parcel.rows.append((key, data))
                     rows_count, size_bytes = rows_count + 1, size_bytes + len(data)
                 if size_bytes >= size_bytes_max:
-                    self._send(to, parcels.pop(to))
+                    self._send_parcel(to, parcels.pop(to))
                     size_bytes, is_full = 0, True
             parcel = parcels.setdefault(to, Parcel())
             parcel.ranges.append(number)
@@ -249,15 +249,17 @@ class Moving:
             if is_full or rows_count >= rows_max:
                 break
         for to, parcel in parcels.items():
-            self._send(to, parcel)
+            self._send_parcel(to, parcel)
         held = [waiting[number] for number in leaving if number in waiting]
         return len(leaving) - len(held), held[:WAITING_SHOWN_MAX]
 
-    def _send(self, to: int, parcel: Parcel) -> None:
-        self._tell(to, Moving.immortal_take, self.shard, self._version, parcel.ranges, parcel.rows, parcel.signals)
+    def _send_parcel(self, to: int, parcel: Parcel) -> None:
+        self._send_to_shard(
+            to, Moving.immortal_receive, self.shard, self._version, parcel.ranges, parcel.rows, parcel.signals
+        )
 
     @rpc
-    def immortal_take(
+    def immortal_receive(
         self,
         source: int,
         version: int,
@@ -265,7 +267,7 @@ class Moving:
         rows: list[tuple[str | int, bytes]],
         signals: dict[str, list[bytes]],
     ) -> None:
-        """Take ``ranges`` from the shard ``source``, whose rows have come up to these."""
+        """Receive rows, and ``ranges`` that are complete with them, from the shard ``source``."""
         self._require_shard_as_sender()
         newer = [one for one in self._immortal_definition.chain if one.version > version]
         for key, data in rows:
@@ -282,7 +284,7 @@ class Moving:
         if ranges:
             assert self.moves is not None
             self.moves.owners.update(dict.fromkeys(ranges, self.shard))
-            self._take_detour(ranges, source)
+            self._start_detour(ranges, source)
 
     @rpc
     def immortal_settle(self) -> bool:
@@ -297,7 +299,7 @@ class Moving:
         moves.owners.clear()
         direct = [number for number in changed if number not in moves.detours]
         for via, ranges in _grouped(direct, before.__getitem__).items():
-            self._take_detour(ranges, via)
+            self._start_detour(ranges, via)
         return True
 
     @query

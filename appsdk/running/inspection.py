@@ -139,7 +139,7 @@ def _redacted_task(task: Fields, definition: Definition | None) -> Fields:
     handler = definition.handlers.get(task["handler"]) if definition else None
     arguments, names = task["arguments"], () if handler is None else handler.signature.parameters
     shown = {"arguments": redaction.arguments(task["handler"], arguments, names)} if type(arguments) is list else {}
-    results = [[what, redaction.result(redaction.called(what), value)] for what, value in task.get("results", ())]
+    results = [[what, redaction.result(redaction.step_name(what), value)] for what, value in task.get("results", ())]
     return Fields({**task, **shown, **({"results": results} if results else {})})
 
 

@@ -380,7 +380,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
     # --- for the SDK ------------------------------------------------------------------------------------------------
 
-    def take_raw(self, key: K) -> bytes | None:
+    def pop_raw(self, key: K) -> bytes | None:
         """Remove a row and return its encoded value; None: there is none."""
         packed = self._kind.key.pack(key)
         self._enter(writes=True)

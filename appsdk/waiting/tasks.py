@@ -542,7 +542,7 @@ def describe_step(entry: Entry) -> Values:
         return {"step": 0, "what": "cancelled", **_describe_cancellation(entry), "raised": True}
     try:
         shown = decoding.decode_shown(entry.value, ext_hook=read_extension)
-        value = encodable(_raised(shown) if entry.raised else describe_result(shown, redaction.called(entry.what)))
+        value = encodable(_raised(shown) if entry.raised else describe_result(shown, redaction.step_name(entry.what)))
     except decoding.DecodeError:
         value = f"{len(entry.value)} bytes"
     what = describe_operation(entry) if entry.what == TIMER else entry.what

@@ -62,7 +62,7 @@ class CallText:
 
     def with_method(self, name: str | None) -> str:
         prefix, suffix = self.prefix, self.suffix
-        if self.redacted is not None and redaction.concerns(name):
+        if self.redacted is not None and redaction.may_apply(name):
             prefix, suffix = self.redacted
         if self.method_id == system_methods.EFFECT_METHOD_ID and prefix:  # this text already names the effect
             return prefix
@@ -107,7 +107,7 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None, name:
     except decoding.DecodeError:
         values = None  # a handler with its own format
     if not isinstance(values, list):
-        is_hidden = name != "" and redaction.concerns(name)
+        is_hidden = name != "" and redaction.may_apply(name)
         return "", f"({redaction.REDACTED if is_hidden else _clipped(bytes(rpc.arguments).hex(' '), size_max)})"
     of = ""
     if rpc.kind != RpcKind.CALL and values[1:] and isinstance(values[0], str):  # an answer that goes to a client
@@ -150,7 +150,7 @@ def shown_values(method_id: int, values: list[Any], name: str | None) -> list[An
     """
     if method_id == system_methods.EFFECT_METHOD_ID and len(values) >= 5:
         shown = redaction.result(str(values[1]).removeprefix("effect "), values[4])
-        return [*values[:4], shown, *(redaction.words(str(text)) for text in values[5:6]), *values[6:]]
+        return [*values[:4], shown, *(redaction.redact_call_text(str(text)) for text in values[5:6]), *values[6:]]
     if method_id == system_methods.ORDER_METHOD_ID:
         return values[:2] + redaction.arguments(None, values[2:])
     return redaction.arguments(None if method_id in _SYSTEM_METHODS else name, values)  # calls can be within
@@ -162,7 +162,7 @@ def effect_text(rpc: IncomingRpc) -> str:
         values = decoding.decode_shown(rpc.arguments) if rpc.method_id == system_methods.EFFECT_METHOD_ID else None
     except decoding.DecodeError:
         return ""
-    return redaction.words(str(values[5])) if isinstance(values, list) and len(values) >= 6 else ""
+    return redaction.redact_call_text(str(values[5])) if isinstance(values, list) and len(values) >= 6 else ""
 
 
 def time_text(time_ns: int) -> str:

@@ -359,9 +359,9 @@ def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, st
         if destination:
             answers[method_id] = short
         else:
-            yield instance, method_id * 2 + 1, short, redaction.concerns(short if method_id >= 0 else None)
+            yield instance, method_id * 2 + 1, short, redaction.may_apply(short if method_id >= 0 else None)
     for method_id, short in answers.items():
-        yield instance, method_id * 2, short, redaction.concerns(short)
+        yield instance, method_id * 2, short, redaction.may_apply(short)
 
 
 @contextmanager

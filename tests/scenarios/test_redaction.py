@@ -126,10 +126,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch, chdir(folder):
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(Path(__file__).parents[2])]))
         patch.setattr(redaction.shared_registry, "chosen_home", folder / HOME)
-        redaction.use(None)
+        redaction.set_rules(None)
         yield folder
     redaction.parameters.update(others)
-    redaction.use(None)
+    redaction.set_rules(None)
 
 
 def immortal(*arguments: str, status: int = 0) -> str:
@@ -242,4 +242,4 @@ def test_spark(folder: Path) -> None:
     (typed,) = rows_here("messages", *logs, method="Till.pay")
     assert (typed["item"], typed["card"], typed["address"]) == ("tea", None, {"city": "Bern", "street": None})
     assert MARK in repr(rows_here("messages", *logs, method="Till.pay", plain="true"))
-    redaction.use(None)
+    redaction.set_rules(None)

@@ -155,7 +155,7 @@ def test_only_shards_bring_rows(env: Environment) -> None:
     carts = env.start(Cart, "carts", shards=2)
     env.change_shards(carts, 3)
     rows = [(KEYS[0], b"row")]
-    take: Any = moves.Moving.immortal_take
+    take: Any = moves.Moving.immortal_receive
     sent = env._world.outside.call("carts-1", take, (2, 0, [], rows, {}))
     with pytest.raises(immortal.CalleeFailed, match="came from test, and only shards of carts send it"):
         Pending(env._world, carts.started[1].definition, take, sent).result()

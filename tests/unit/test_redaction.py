@@ -31,13 +31,13 @@ RULES = st.lists(st.lists(NAMES | st.just("*"), min_size=2, max_size=4).map(tupl
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(redaction, "parameters", {})  # without classes of other tests
     yield
-    redaction.use(None)
+    redaction.set_rules(None)
 
 
 def use(tmp_path: Path, *paths: str) -> None:
     file = tmp_path / redaction.FILE_NAME
     file.write_text(f"hide = {json.dumps(paths)}\n")
-    redaction.use(redaction.read(file))
+    redaction.set_rules(redaction.read_rules(file))
     assert not redaction.rules().problem
 
 
@@ -74,7 +74,7 @@ def is_plain(path: tuple[str, ...], value: Any, rules: Rules) -> bool:
 @given(TREES, RULES, RULES)
 def test_exactly_what_a_rule_names_is_hidden(tree: Any, rules: Any, anywhere: Any) -> None:
     made = Rules(tuple(("C", *rule[1:]) for rule in rules), anywhere)
-    redaction.use(made)
+    redaction.set_rules(made)
     shown = redaction.redact({"a": tree}, (), {"C"})
     plain = [one for one in leaves({"a": tree}) if is_plain(*one, made)]
     assert [one for one in leaves(shown) if not isinstance(one[1], Redacted)] == plain
@@ -83,7 +83,7 @@ def test_exactly_what_a_rule_names_is_hidden(tree: Any, rules: Any, anywhere: An
 
 @given(TREES, TREES, RULES)
 def test_a_difference_stays_one_and_is_not_shown(old: Any, new: Any, rules: Any) -> None:
-    redaction.use(Rules(rules))
+    redaction.set_rules(Rules(rules))
     one, other = (redaction.redact(each, (), {"a"}) for each in (old, new))
     assert (next(differences(one, other), None) is None) == (next(differences(old, new), None) is None)
     assert (canonical(one) == canonical(other)) == (canonical(old) == canonical(new))
@@ -108,12 +108,12 @@ def test_unknown_names_hide_all_that_they_could_be(tmp_path: Path) -> None:
     assert redaction.arguments("Cart.other", [1, 2]) == [1, 2]
     assert repr(redaction.arguments(None, [1])) == "[[redacted]]"
     assert repr(redaction.result("Base.receipt", 1)) == REDACTED
-    assert (redaction.concerns("Cart.pay"), redaction.concerns("Cart.count")) == (True, False)
-    assert repr(redaction.arguments("Cart[key].immortal_take", [b"rows"], ["rows"])) == "[[redacted]]"
-    redaction.learn("New.pay", ("item", "card"))
+    assert (redaction.may_apply("Cart.pay"), redaction.may_apply("Cart.count")) == (True, False)
+    assert repr(redaction.arguments("Cart[key].immortal_receive", [b"rows"], ["rows"])) == "[[redacted]]"
+    redaction.note_parameters("New.pay", ("item", "card"))
     assert repr(redaction.arguments("New[key].pay", [1, 2])) == "[1, [redacted]]"
     assert repr(redaction.arguments("New.pay", [1, 2])) == "[1, [redacted]]"
-    redaction.learn("New.pay", ("card", "item"))  # another class of that name
+    redaction.note_parameters("New.pay", ("card", "item"))  # another class of that name
     assert repr(redaction.arguments("New.pay", [1, 2])) == "[[redacted], [redacted]]"
 
 
@@ -122,7 +122,7 @@ def test_texts_of_an_app(tmp_path: Path) -> None:
     shown = describe_arguments((1, "4111", object(), {"code": 5}), ("item", "card", "address", "more"), "Cart.pay")
     assert shown == "(1, [redacted], [redacted], {'code': ***})"
     assert describe_result("4111", "receipt") == REDACTED
-    assert redaction.words("charge('4111') of Cart.pay('4111')") == "charge([redacted])"
+    assert redaction.redact_call_text("charge('4111') of Cart.pay('4111')") == "charge([redacted])"
     row = Execution(1, "Cart.pay", 1, "ended", 0, 1, None, 0, 0, 0, "('4111')", "4111", None, None, None)
     assert "4111" not in str(_redacted(row).plain())
 
@@ -153,10 +153,10 @@ def test_a_state_of_its_class_alone(tmp_path: Path) -> None:
 def test_a_wrong_file_hides_everything(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / redaction.FILE_NAME
     file.write_text(text)
-    found = redaction.read(file)
+    found = redaction.read_rules(file)
     assert said in found.problem
     assert str(file) in found.problem
-    redaction.use(found)
+    redaction.set_rules(found)
     assert repr(redaction.arguments("Cart.count", [1], ["n"])) == "[[redacted]]"
     assert repr(redaction.result("x", 1)) == REDACTED
     assert to_json(redaction.redact(Fields(a=1, b=[2]), (), {"Cart"})) == {"a": REDACTED, "b": REDACTED}
@@ -165,17 +165,17 @@ def test_a_wrong_file_hides_everything(tmp_path: Path, text: str, said: str) -> 
 
 def test_the_file_stands_beside_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redaction.shared_registry, "chosen_home", tmp_path / "shop" / ".immortal")
-    assert redaction.place() == tmp_path / "shop" / "redact.toml"
+    assert redaction.rules_file() == tmp_path / "shop" / "redact.toml"
     assert redaction.environment() == {}
     assert not redaction.rules()
     monkeypatch.setenv(redaction.FILE_VARIABLE, str(tmp_path / "other.toml"))
-    redaction.use(None)
+    redaction.set_rules(None)
     assert "other.toml" in redaction.rules().problem  # it is named, and is not there
     assert redaction.environment() == {redaction.FILE_VARIABLE: str(tmp_path / "other.toml")}
     monkeypatch.delenv(redaction.FILE_VARIABLE)
     monkeypatch.setattr(redaction.shared_registry, "chosen_home", "postgresql://db/home")
-    redaction.use(None)
-    assert redaction.place() is None
+    redaction.set_rules(None)
+    assert redaction.rules_file() is None
     assert not redaction.rules()
 
 
@@ -191,4 +191,4 @@ def test_rules_that_fit_nothing(tmp_path: Path) -> None:
         "Cart.pay",
     )
     known = [({"Cart"}, ["pay.card", "pay.return", "items"])]
-    assert list(redaction.unknown(known)) == ["Cart.pay.crad", "Crat.pay"]
+    assert list(redaction.unmatched_rules(known)) == ["Cart.pay.crad", "Crat.pay"]
