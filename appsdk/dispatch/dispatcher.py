@@ -403,7 +403,7 @@ class Dispatcher:
             self.outbox.close_batches()
             self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
             self._read_by_child = [table.snapshot for table in self._life.tables]
-            yield SnapshotBegun(self._life.encode_whole)
+            yield SnapshotBegun(self._life.encode_blob)
         else:
             self._save(heals=self.is_primary)  # a follower takes nothing back
             self.forks_next = True
@@ -446,7 +446,7 @@ class Dispatcher:
         handled, since the rows of tables are read then."""
         self.outbox.close_batches()
         self._rewinds.take_copy(pieces)
-        size_bytes, whole = self._life.whole(pieces)
+        size_bytes, whole = self._life.checkpoint_blob(pieces)
         self.outbox.send(encode_checkpoint(size_bytes))
         chunks: Any = (Blob(size_bytes, whole),) if self.streams else whole
         for chunk in chunks:
