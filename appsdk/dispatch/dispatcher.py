@@ -151,9 +151,9 @@ class Dispatcher:
     def instance(self) -> Any:
         return self._life.instance
 
-    def bound_encoding(self, bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
-        """Let ``bound`` call the function that encodes the state, from here on. It can stop that with a StateError."""
-        self._life.bound = bound
+    def limit_encoding(self, limit_time: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
+        """Let ``limit_time`` call the function that encodes the state. It can stop that function with a StateError."""
+        self._life.limit_time = limit_time
 
     @property
     def may_start_hooks(self) -> bool:

@@ -41,7 +41,7 @@ class Life:
     """Life cycle of the app's object. ``definition``: of the class that runs now, before an upgrade the old one.
 
     ``delivery``: calls its handlers. ``instance`` None: not yet created. ``next_sequence_id``: of the next record.
-    ``bound``: calls the function that encodes the state, and can stop it if it takes too long."""
+    ``limit_time``: calls the function that encodes the state, and stops it if it takes too long."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Life:
         self._context = context
         self._tasks = tasks
         self._make_delivery = make_delivery
-        self.bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]] = lambda encode: encode()
+        self.limit_time: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]] = lambda encode: encode()
         self._main_definition = definition
 
     def start(self, seed: bytes) -> None:
@@ -186,7 +186,7 @@ class Life:
 
     def encode(self) -> tuple[bytes, bytes]:
         """Encode the state without its tables; return its envelope and its attributes. Raises StateError."""
-        return self.bound(self._encode)
+        return self.limit_time(self._encode)
 
     def encode_blob(self) -> tuple[int, Iterator[bytes]]:
         """Return the blob of a checkpoint, see :meth:`checkpoint_blob`. Raises StateError."""
