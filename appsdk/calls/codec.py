@@ -82,7 +82,7 @@ class ArgumentCodec:
         self.count = len(parameters)
         required = [index for index, one in enumerate(parameters) if one.default is inspect.Parameter.empty]
         self.required_count = required[-1] + 1 if required else 0
-        self.plain_count = plain_count(signature)
+        self.positional_count = positional_count(signature)
         self._named = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
         hints = resolve_hints(function)
         self.types = [hints[parameter.name] for parameter in parameters]
@@ -121,7 +121,7 @@ class ArgumentCodec:
         return self._make_readers(_CALL_FRONT)[1]
 
     def decode_again(self, data: Any, error: BaseException, front: tuple[type, ...] = ()) -> tuple[Any, ...]:
-        """Decode data again if ``error`` can be about integers beyond 64 bits or other extensions; else raise it."""
+        """Decode data with integers beyond 64 bits and other extensions; raise ``error`` if that can't help."""
         if isinstance(error, msgspec.ValidationError):
             count = len(_items(data)) - len(front)
             if self.required_count <= count <= self.count:
@@ -130,7 +130,7 @@ class ArgumentCodec:
         raise error
 
     def encoded(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], bytes]:
-        """Return the arguments as they are encoded, tagged if an annotation has no type, and their bytes.
+        """Return (the arguments, their bytes). A value annotated ``Any`` is replaced by one with a tag of its type.
 
         Raises TypeError.
         """
@@ -142,7 +142,7 @@ class ArgumentCodec:
             raise unencodable(self.name, self.signature.parameters, arguments, error) from None
 
     def tag_values(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return ``arguments``, each replaced by what is encoded so that values annotated ``Any`` keep their types.
+        """Return ``arguments``, with a type tag on each value annotated ``Any`` that would lose its type otherwise.
 
         Raises TypeError.
         """
@@ -215,18 +215,18 @@ class ArgumentCodec:
         return tuple[(*front, *map(readable_type, self.types[:count]))]  # type: ignore[misc, valid-type]
 
     def split_keywords(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Split arguments, all by position, into those by position and those by name, as a call passes them."""
+        """Split a list of all arguments into (positional arguments, keyword-only arguments by name)."""
         at = self.count - len(self._named)
         return values[:at], dict(zip(self._named, values[at:], strict=False))
 
     def bind(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
-        """Return all arguments by position, as a call binds them. Raises TypeError that names the method."""
-        if not keywords and len(arguments) == self.plain_count:
+        """Return all arguments by position, like :func:`bind_arguments`."""
+        if not keywords and len(arguments) == self.positional_count:
             return tuple(arguments)
         return bind_arguments(self.name, self.signature, arguments, keywords)
 
 
-def plain_count(signature: inspect.Signature) -> int:
+def positional_count(signature: inspect.Signature) -> int:
     """Return the number of parameters of a call by position; -1: some are keyword-only, so a call must be bound."""
     parameters = signature.parameters.values()
     return -1 if any(one.kind is inspect.Parameter.KEYWORD_ONLY for one in parameters) else len(parameters)
@@ -246,7 +246,7 @@ def bind_arguments(
     return tuple(bound.arguments.values())
 
 
-# Annotations, whenever Python evaluates them: at once, or from 3.14 on when they are read.
+# Annotations. Python evaluates them at the definition; from 3.14 on, when they are read.
 #
 # A name in an annotation can be defined later in the module, so :func:`resolve_hints` is the first to evaluate one.
 
@@ -275,7 +275,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-# Limit of nesting in what is sent: checked at the sender, so that no receiver has to refuse it.
+# Limit of nesting in sent values: checked at the sender, so that no receiver has to refuse one.
 
 
 NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"

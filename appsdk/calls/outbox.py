@@ -20,7 +20,7 @@ from immortal.appsdk.calls.codec import (
     encoder,
     largest,
     nesting_max,
-    plain_count,
+    positional_count,
     unencodable,
 )
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
@@ -250,7 +250,7 @@ class Outbox:
     ) -> Callable[..., None]:
         """Make ``fork`` for a method: it sends a call that no caller awaits. ``destination`` "" is the own instance."""
         batch: Batch = self._batches.setdefault(destination, Batch(destination))
-        parameters_count: cython.Py_ssize_t = plain_count(signature)
+        parameters_count: cython.Py_ssize_t = positional_count(signature)
         context: Context = self._context
         opened, get_ident = self._open, threading.get_ident
         fronts = _Fronts(name, method_id, RpcType.FORK)

@@ -50,7 +50,7 @@ class CallSites:
         self._sites: dict[tuple[CodeType, int | str], bytes] = {}
 
     def site(self, frame: FrameType, method: str | None) -> bytes:
-        """Return the name of the drawing place. ``method``: of ``immortal.random``; None: read it in the code."""
+        """Return the name of the place in ``frame``. ``method``: of ``immortal.random``; None: find it in the code."""
         key = frame.f_code, frame.f_lasti if method is None else method
         site = self._sites.get(key)
         if site is None:

@@ -36,10 +36,10 @@ def is_user_failure(error: BaseException) -> bool:
     """Return True if ``error`` is a failure of the user's code; otherwise it must be raised again."""
     if isinstance(error, Exception):
         return True
-    return not isinstance(error, ControlFlowSignal) and not _is_of_a_signal(error)
+    return not isinstance(error, ControlFlowSignal) and not _comes_from_signal_handler(error)
 
 
-def _is_of_a_signal(error: BaseException) -> bool:
+def _comes_from_signal_handler(error: BaseException) -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -95,7 +95,7 @@ running: contextvars.ContextVar[Any] = contextvars.ContextVar("who runs", defaul
 :class:`~immortal.appsdk.waiting.task.Task` of an ``async def`` handler, the name of the instance (in the function of an
 effect), or None."""
 
-LENGTH_MIN = 1  # a context that user code left unchanged holds only ``running``
+UNCHANGED_LENGTH = 1  # a context that user code left unchanged holds only ``running``
 _SETTINGS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")  # of a decimal context
 _decimal_variable: contextvars.ContextVar[Any] | None = None
 
@@ -103,15 +103,15 @@ _decimal_variable: contextvars.ContextVar[Any] | None = None
 class RunContexts:
     """Factory of the contexts of one instance: copies of this thread's context when the app's modules are imported.
 
-    ``owner``: of the code that runs in them, see :data:`running`.
+    ``owner``: the owner of the code that runs in these contexts, see :data:`running`.
     """
 
     __slots__ = ("_base", "_is_empty")
 
     def __init__(self, owner: Any = None) -> None:
-        self._base = _without_usual_decimal(contextvars.copy_context())
+        self._base = _without_default_decimal(contextvars.copy_context())
         self._base.run(running.set, owner)
-        self._is_empty = len(self._base) == LENGTH_MIN
+        self._is_empty = len(self._base) == UNCHANGED_LENGTH
 
     def new(self) -> contextvars.Context:
         """Return a new context for a run that inherits from no other run."""
@@ -124,18 +124,18 @@ class RunContexts:
 
 
 def inherited_context() -> contextvars.Context:
-    """Return a copy of the running context for what the code starts: a branch, a step, an effect."""
+    """Return a copy of the current context for a branch, a step or an effect that the current code starts."""
     return _separated(contextvars.copy_context())
 
 
-def handed_to(owner: Any) -> contextvars.Context:
-    """Return a copy of the running context for code of ``owner``, see :data:`running`."""
+def context_of_owner(owner: Any) -> contextvars.Context:
+    """Return a copy of the current context in which ``owner`` runs, see :data:`running`."""
     variables = inherited_context()
     variables.run(running.set, owner)
     return variables
 
 
-def copy_of(context: contextvars.Context) -> contextvars.Context:
+def copy_of_context(context: contextvars.Context) -> contextvars.Context:
     """Return a copy of ``context`` for one of several runs that begin with its values."""
     return _separated(context.copy())
 
@@ -148,10 +148,10 @@ def _separated(context: contextvars.Context) -> contextvars.Context:
     return context
 
 
-def _without_usual_decimal(context: contextvars.Context) -> contextvars.Context:
+def _without_default_decimal(context: contextvars.Context) -> contextvars.Context:
     """Return ``context`` without a decimal context that has default settings.
 
-    Each number that a module makes at its import leaves one."""
+    Decimal adds one as soon as a module computes a number at its import."""
     variable = _variable_of_decimal()
     if variable is None or variable not in context:
         return context
@@ -175,7 +175,7 @@ def _variable_of_decimal() -> contextvars.ContextVar[Any] | None:
     return _decimal_variable
 
 
-# Python collects coroutines that nobody closed at any time, in whatever thread and context runs then.
+# Python's garbage collector closes abandoned coroutines at any time, in the thread and the context that run then.
 
 
 _collecting: int | None = None  # thread whose garbage is being collected
@@ -190,27 +190,27 @@ gc.callbacks.append(_note_collection)
 
 
 def is_collecting() -> bool:
-    """Return True if the running code is clean-up in Python's garbage collection in this thread."""
+    """Return True if Python's garbage collector called the current code, in this thread."""
     return _collecting is not None and _collecting == threading.get_ident()
 
 
-# Code that a debugger runs: the time of a person is no handler's time, and no replay repeats what is typed there.
+# Code that a debugger runs: its time does not count as the handler's, and no replay repeats what a person typed.
 
 
 _DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})  # ipdb, pudb and pdb++ are built on the first two
-_CALLERS = frozenset({"immortal.appsdk.running.app_loop", "immortal.appsdk.waiting.task"})  # of handlers
+_HANDLER_CALLERS = frozenset({"immortal.appsdk.running.app_loop", "immortal.appsdk.waiting.task"})
 
 
 def in_debugger(frame: FrameType | None) -> bool:
-    """Return True if ``frame`` is a debugger's or was called by it: at its prompt, or for what it shows."""
+    """Return True if ``frame`` belongs to a debugger, or to code that it calls for its prompt or to show a value."""
     if not any(name in sys.modules for name in _DEBUGGERS):
         return False
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if name in _CALLERS:
+        if name in _HANDLER_CALLERS:
             return False  # a debugger that started the whole program is below
         if name.partition(".")[0] in _DEBUGGERS:
-            return frame.f_code.co_name not in ("runcall", "run")  # under these runs the debugged code
+            return frame.f_code.co_name not in ("runcall", "run")  # these two run the debugged code
         frame = frame.f_back
     return False
 
@@ -225,10 +225,10 @@ ARGUMENT_ITEMS_MAX = 8
 BYTES_SHOWN = 32
 DESCRIBED_SIZE_BYTES_MAX = 64 << 10  # of encoded arguments: larger ones are not decoded to be shown
 
-# The second folder is that of compiled modules.
+# The second folder is in the file names of compiled modules.
 _OWN_FOLDERS = (os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), os.path.join("immortal", "appsdk", ""))
 
-_INSTALLED = frozenset({"site-packages", "dist-packages"})  # below these only the package of the class is the user's
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # only the app's package there is the user's
 
 SECRET = re.compile(
     r"passw|passphrase|passcode|secret|token|credential|authori[sz]ation|cookie|(api|private|access)_?key|card_?number"
@@ -298,8 +298,8 @@ _shortener.maxlist = _shortener.maxtuple = _shortener.maxdict = _shortener.maxse
 
 
 def describe_arguments(arguments: Sequence[Any], names: Iterable[str] = (), handler: str = "") -> str:
-    """Return arguments as short text. ``names``: of parameters; values of those in :data:`SECRET` are hidden, and of
-    those that a rule of redaction names for the ``handler``.
+    """Return arguments as short text. ``names``: the parameters' names. A value is hidden if its name matches
+    :data:`SECRET`, or if a rule of redaction names it for the ``handler``.
     """
     shown = zip_longest(arguments, islice(names, len(arguments)), fillvalue="")
     try:
@@ -322,7 +322,7 @@ def _shown(value: Any, name: str, handler: str) -> str:
 
 
 def describe_encoded(encoded: bytes, names: Iterable[str], handler: str, *, named: bool = True) -> str:
-    """Return encoded arguments as text, like :func:`describe_arguments`, with names and without their own types."""
+    """Return encoded arguments as the text ``(name=value, ...)``, with values decoded to plain types."""
     if len(encoded) > DESCRIBED_SIZE_BYTES_MAX:
         return f"(... {len(encoded):,} bytes)"
     try:
@@ -339,7 +339,7 @@ def describe_encoded(encoded: bytes, names: Iterable[str], handler: str, *, name
 
 
 def _short(value: Any) -> str:
-    """Return a value as text, like the shortener, which is slow for the short values that most are."""
+    """Return a value as text, like the shortener, but fast for short values, which are frequent."""
     if type(value) is bytes:
         return _shortener.repr_bytes(value, 0)
     if type(value) in _PLAIN or (type(value) is str and len(value) <= BYTES_SHOWN):
@@ -357,8 +357,8 @@ def place_of(frame: FrameType) -> str:
     return f"{file}, line {frame.f_lineno}"
 
 
-def is_own(file: str) -> bool:
-    """Return True if ``file``, of a frame, belongs to the SDK or the import machinery."""
+def is_sdk_file(file: str) -> bool:
+    """Return True if a frame's ``file`` belongs to the SDK or to Python's import system."""
     return file.startswith(_OWN_FOLDERS) or "importlib" in file
 
 
@@ -371,9 +371,9 @@ def is_in_users_file(file: str) -> bool:
     return not file.startswith(tuple(os.path.join(folder, "") for folder in folders))
 
 
-def is_users(top: str, fullname: str, origin: str) -> bool:
-    """Return True if a module of the file ``origin`` is the user's. ``top``: the package of the app's class."""
-    return fullname.partition(".")[0] == top or is_in_users_file(origin)
+def is_users_module(app_package: str, module: str, file: str) -> bool:
+    """Return True if ``module`` from ``file`` is the user's. ``app_package``: the top package of the app's class."""
+    return module.partition(".")[0] == app_package or is_in_users_file(file)
 
 
 def user_traceback(error: BaseException) -> str:
@@ -391,7 +391,7 @@ def _user_traceback(error: BaseException) -> str:
     pending: list[traceback.TracebackException | None] = [whole]
     while pending:
         if (one := pending.pop()) is not None:
-            users = [frame for frame in one.stack if not is_own(frame.filename)]
+            users = [frame for frame in one.stack if not is_sdk_file(frame.filename)]
             is_of_import = one.exc_type is not None and issubclass(one.exc_type, SyntaxError | ImportError)
             one.stack = traceback.StackSummary.from_list(users if users or is_of_import else one.stack)
             pending += [one.__cause__, one.__context__]
@@ -407,7 +407,7 @@ def handler_failed(
     message_index: int,
     names: Iterable[str] = (),
 ) -> HandlerError:
-    """Make the error of a handler that raised an exception. ``names``: of the parameters, if they are known."""
+    """Make the error of a handler that raised an exception. ``names``: the parameters' names, if they are known."""
     described = describe_arguments(arguments, names, method)
     made = HandlerError(
         f"{method} raised {type(error).__name__} at record {sequence_id}, message {message_index}; the app stops\n"
@@ -425,7 +425,7 @@ def handler_failed(
 
 
 def run_user_code(subject: str, function: Callable[[], Result], error_type: type[AppError]) -> Result:
-    """Call a function of the user's; what it raises becomes an ``error_type`` with the traceback."""
+    """Call a user's function; if it raises an exception, raise an ``error_type`` with the traceback."""
     try:
         return function()
     except AppError:

@@ -57,7 +57,7 @@ class Proxy:
     ) -> None:
         """Make a proxy. ``methods``: known methods by name, shared by all proxies derived from each other.
 
-        ``trace_context``: of its calls, in the form of :mod:`immortal.protocol.timings`. ``shards``: the clients of all
+        ``trace_context``: sent with its calls, see :mod:`immortal.protocol.timings`. ``shards``: the clients of all
         shards of a keyed class."""
         self._immortal_shards = shards or (client,)
         self._immortal_front: tuple[Any, ...] = ()  # the key
@@ -69,7 +69,7 @@ class Proxy:
         client, _, name, _, _ = self._immortal_parts
         return f"<client {client.client_id!r} of {name!r}>"
 
-    __iter__ = __contains__ = None  # by numbers from 0 they would not end
+    __iter__ = __contains__ = None  # Python would call __getitem__ with 0, 1, ... without end
 
     def __getitem__(self, key: Any) -> Self:
         """Return the proxy of one key of a keyed class: ``carts["ann"].add("tea", 2)``. Raises TypeError."""
@@ -145,7 +145,7 @@ class ProxyMethod:
         return _handle_after(taken, made) if isinstance(taken, Coroutine) else made
 
     def handle(self, key: str | None = None) -> Handle[Any]:
-        """Return the handle of the call with that key; without one, with the key of this proxy."""
+        """Return the handle of the call with the key ``key``, by default the key of this proxy."""
         return Handle(self._client, self._method, self._timeout_s, key or self._key or "")
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
@@ -155,31 +155,31 @@ class ProxyMethod:
 class QueryMethod(ProxyMethod):
     """Query to ask: ``counter.query.total()`` runs between two handlers, and is not logged.
 
-    With a request key it is a request like any call, logged and done once; also where its key of a keyed class has
-    moved to another shard, since only calls are forwarded."""
+    With an idempotency key it is logged and done once, like a call. So is a query of a keyed class whose key has moved
+    to another shard, since shards forward only calls."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         call = partial(super().__call__, *arguments, **keywords)
         if self._key is not None:
             return call()
         try:
-            taken = self._client.query(self._method, self._encoded(arguments, keywords), self._timeout_s)
+            outcome = self._client.query(self._method, self._encoded(arguments, keywords), self._timeout_s)
         except CallRefused as error:
-            return _if_moved(error, call)
-        return _asked(taken, call) if isinstance(taken, Awaitable) else taken
+            return _call_if_moved(error, call)
+        return _query_or_call(outcome, call) if isinstance(outcome, Awaitable) else outcome
 
 
-def _if_moved(error: CallRefused, call: Callable[[], Any]) -> Any:
+def _call_if_moved(error: CallRefused, call: Callable[[], Any]) -> Any:
     if ELSEWHERE not in str(error):
         raise error
     return call()
 
 
-async def _asked(taken: Awaitable[Any], call: Callable[[], Awaitable[Any]]) -> Any:
+async def _query_or_call(query: Awaitable[Any], call: Callable[[], Awaitable[Any]]) -> Any:
     try:
-        return await taken
+        return await query
     except CallRefused as error:
-        return await _if_moved(error, call)
+        return await _call_if_moved(error, call)
 
 
 class Queries:
@@ -239,7 +239,7 @@ class Handle(Generic[R]):
     def cancel(self, reason: str = "") -> Any:
         """Cancel the handler. Return True if it still waited, False if it had ended or is no ``async def``.
 
-        It acts once for each call: the next time it returns the same. Raises ClientError.
+        A second cancel of the same call does nothing and returns the same. Raises ClientError.
         """
         return self._client.cancel(CANCEL.encode((reason,), {}), self._timeout_s, self._key)
 
@@ -283,7 +283,7 @@ def start(method: Any, /, *arguments: Any, **keywords: Any) -> Any:
 
 
 def handle(proxy: object, handle_id: str) -> Any:
-    """Return the :class:`Handle` with that ID, of a call that was started here or in another process.
+    """Return the :class:`Handle` with the ID ``handle_id``, of a call that any process has started.
 
     It sends nothing to the instance. Raises TypeError, AttributeError.
     """
@@ -380,9 +380,9 @@ class _ClientMachine(Transport):
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """Wait for the outcome of ``call``. ``submit`` gives the call to the connection; None: that has it already.
+    """Wait for the outcome of a call. ``_submit``: gives the call to the connection; None: it was given before.
 
-    ``again``: the function by which a CallTimeout waits again; None: wait for the same call.
+    ``_retry``: function with which a CallTimeout waits again; None: wait for the same call.
     """
 
     _method: Method
@@ -433,7 +433,7 @@ def _call_both(first: Callable[[Call], None], second: Callable[[], None], call: 
 
 
 def _ignore_end(call: Call) -> None:
-    """Do nothing: the ``done`` of a call that nobody waits for."""
+    """Do nothing at the end of a call that nobody waits for."""
 
 
 class _Calls:
@@ -456,7 +456,7 @@ class _Calls:
         return self._shell.execute(_Waiting(method, call, timeout_s, lambda connection: connection.submit(call, key)))
 
     def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
-        """Ask a query; return its result. It is not logged if the instance can do that. Raises as :meth:`call`."""
+        """Run a query without a log entry if the instance supports that; return its result. Raises as :meth:`call`."""
         call = Call(method.method, arguments, _ignore_end)
         again = partial(self.query, method, arguments)
         return self._shell.execute(_Waiting(method, call, timeout_s, lambda connection: connection.query(call), again))

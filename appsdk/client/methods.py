@@ -35,7 +35,7 @@ from immortal.protocol.verdicts import FAILED_CALL
 ARGUMENTS_SIZE_BYTES_MAX = (16 << 20) - 1024  # of one call: the coordinator accepts no larger frame
 CONFLICT_FIELDS = ("what", "known", "given", "advice")
 _decode_raised = ValueDecoder(tuple[str, list[Any], dict[str, Any]]).decode
-_ARRAY_OF_3 = b"\x93"  # a raised reply is sent without the front of its array
+_ARRAY_OF_3 = b"\x93"  # the first byte of the array, which a raised reply lacks
 
 
 class Method(Protocol):
@@ -52,7 +52,7 @@ class Method(Protocol):
 
 
 class NamedMethod:
-    """Method of an instance whose class is not known here. ``key``: the key, if it is called for one, in a tuple.
+    """Method of an instance whose class is not known here. ``key``: a tuple with the key in a keyed class, else ().
 
     ``is_query``: it is called only if the instance has it as a query.
     """
@@ -91,7 +91,7 @@ def query_of(name: str) -> str:
 
 
 class TypedMethod:
-    """Handler of a class that is known here."""
+    """Method of an instance whose class is known here."""
 
     def __init__(self, definition: Definition, handler: Handler[Any, Any]) -> None:
         self.method: int | str = handler.method_id
@@ -102,7 +102,7 @@ class TypedMethod:
 
     def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
         """Encode the arguments. They are checked here, where the message can say what is wrong."""
-        if keywords or len(arguments) != self._codec.plain_count:
+        if keywords or len(arguments) != self._codec.positional_count:
             arguments = self._codec.bind(arguments, keywords)
         if self._codec.needs_forms:
             arguments = self._codec.tag_values(arguments)
@@ -248,7 +248,7 @@ class ForkTracker:
         self._waiting: list[Callable[[], None]] = []
 
     def call(self, method: Method, arguments: bytes, trace_context: str = "") -> Call:
-        """Return a call whose reply is counted here; the caller submits it."""
+        """Return a forked call for the caller to submit; its reply is counted here."""
         self._missing_count += 1
         return Call(method.method, arguments, lambda call: self._done(method, call), trace_context)
 

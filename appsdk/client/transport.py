@@ -17,9 +17,9 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 GOODBYE_LINGER_MS = 100
-DESERTED_S = 0.1  # if nobody listens, and there is another endpoint
-MOVED_POLL_S = 0.05  # interval of checks of a shared registry's copy: a comparison of two numbers
-# An instance that seems to be stopped, or not to know the key, can be about to start, or to look for keys.
+NO_LISTENER_S = 0.1  # then another endpoint is tried, if nobody listens at this one
+MOVED_POLL_S = 0.05  # interval of checks for a new shared registry: each compares two numbers
+# How long a stopped instance, or one that refuses the key, gets to start or to read new keys.
 STOPPED_S = 1.5
 KEY_RETRY_S = 1.0  # an instance looks for new keys and callers once a second
 KEY_REFUSED_S = 2.0
@@ -71,15 +71,15 @@ class Transport:
         return [self._dealer.socket]
 
     def process(self) -> None:
-        """Receive all input and send what is due."""
+        """Receive all input, and send the messages that are due."""
         connection = self.connection
         now_s = time.monotonic()
         if not connection.is_talking:
             self._check_reachable(now_s)
-        if len(self._places.endpoints) > 1 and self._is_deserted(now_s):
+        if len(self._places.endpoints) > 1 and self._has_no_listener(now_s):
             connection.needs_reconnect = True  # to the next endpoint, to which the instance can have moved
         if self._registry_watch is not None and self._registry_watch.has_moved(self._places):
-            self._attempt = -1  # the first of its places, with the first of its keys
+            self._attempt = -1  # the next attempt is at the first endpoint, with its first key
             connection.needs_reconnect = True
         while True:
             self._receive()
@@ -107,7 +107,7 @@ class Transport:
             self._try_next_key(now_s)
 
     def _try_next_key(self, now_s: float) -> None:
-        """Try the server's possible keys one after the other; then all again, when the registry can have others."""
+        """Try the server's known keys one after the other; after the last one, read the registry's keys again."""
         count = len(self._places.server_keys)
         is_last = (self._attempt + 1) % count == 0
         due_s = self._opened_s + KEY_RETRY_S if is_last else now_s
@@ -116,14 +116,14 @@ class Transport:
         else:
             self._check_due_s = due_s
 
-    def _is_deserted(self, now_s: float) -> bool:
-        if now_s - self._opened_s < DESERTED_S:
+    def _has_no_listener(self, now_s: float) -> bool:
+        if now_s - self._opened_s < NO_LISTENER_S:
             return False
         self._monitor.read_events()
         return not self._monitor.is_up and self._monitor.is_unreachable
 
     def _key_refusal(self, now_s: float) -> str:
-        """Return why the key was refused, after a while: before that, the server can still learn a new key."""
+        """Return why the key was refused; "" at first, while the server can still read a new key."""
         if not self._monitor.refusals or len(self._places.endpoints) > 1:  # the instance can be at another one
             self._refused_since_s = None
             return ""
@@ -156,7 +156,7 @@ class Transport:
 
     @property
     def problem(self) -> str:
-        """Reason why no reply comes, as far as the client can know; "" if there is none."""
+        """Reason why no reply comes, if the client knows one; else ""."""
         if self.connection.is_talking:
             return self.connection.problem
         self._monitor.read_events()
@@ -208,7 +208,7 @@ class Transport:
         self._context.term()
 
 
-# Messages of a client for people.
+# Error texts for users of a client.
 
 
 def timeout_message(transport: Transport, method: str, call: Call, timeout_s: float) -> str:
@@ -225,7 +225,7 @@ def timeout_message(transport: Transport, method: str, call: Call, timeout_s: fl
 
 
 class Dealer:
-    """DEALER socket to one endpoint after the other, with its ``monitor``. ``options``: of ZeroMQ, by number."""
+    """DEALER socket to one endpoint at a time, with its ``monitor``. ``options``: ZeroMQ's socket options."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: Mapping[zmq.SocketOption, int]) -> None:
         self.monitor = SocketMonitor(context)
@@ -243,7 +243,7 @@ class Dealer:
         return self._socket
 
     def open(self, endpoint: str, places: Places, key: int) -> None:
-        """Connect to ``endpoint``, with the server key of that number. Raises NotConnectable."""
+        """Connect to ``endpoint``, with the server key number ``key`` of ``places``. Raises NotConnectable."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         # Input is limited by outstanding requests. With its own limit, or its heartbeats, ZeroMQ ends the process if a
@@ -303,11 +303,11 @@ _NOBODY_LISTENS = "nobody listens there"
 
 
 class SocketMonitor:
-    """Monitor of one socket after the other. ``problem``: what keeps the socket from connecting; "" if nothing.
+    """Monitor of one socket at a time. ``problem``: text of what keeps the socket from connecting; "" if nothing.
 
     ``refusals``: how often the key was refused since the last connection or change of listener. ``connections``: their
     total number. ``is_up``: there is a connection. ``has_key_mismatch``: the listener broke off the handshake with this
-    socket, as one with another key does.
+    socket, as a listener with another key does.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -375,7 +375,7 @@ class SocketMonitor:
             self.problem = "it breaks off the handshake: it has other keys than those that are known here"
         elif event == _NOBODY:
             self.problem = _NOBODY_LISTENS
-        elif event == _CONNECTED and self.problem in ("", _NOBODY_LISTENS):  # else the present text says more
+        elif event == _CONNECTED and self.problem in ("", _NOBODY_LISTENS):  # else the text so far says more
             self.problem = "somebody listens there, and does not answer"
 
     def close(self) -> None:

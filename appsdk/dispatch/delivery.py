@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from immortal.appsdk.calls.codec import ArgumentCodec, Decode
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import argument_mismatch, refusal
-from immortal.appsdk.calls.user_code import LENGTH_MIN, handler_failed, is_user_failure
+from immortal.appsdk.calls.user_code import UNCHANGED_LENGTH, handler_failed, is_user_failure
 from immortal.appsdk.dispatch.invocation import receiver, rpc_receiver, waking
 from immortal.appsdk.errors import Failure, HandlerError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
@@ -47,7 +47,7 @@ VIEW_SIZE_BYTES_MIN = 4 << 10  # messages from this size on are decoded from a v
 CACHED_MAX = 4096  # limit of cached fronts of messages: about 1 MiB
 
 Entry = tuple[Decode, Callable[..., Any], str]
-Found = tuple[Decode, Callable[..., Any], str, bytes, int, int]  # ..., front with its size, its length, whole size
+Found = tuple[Decode, Callable[..., Any], str, bytes, int, int]  # an Entry, the message's start, its and the whole size
 
 
 class Delivery:
@@ -153,7 +153,7 @@ class Delivery:
     ) -> int:
         """Handle the messages that start before ``slice_end`` (at least one); return the offset of the next one.
 
-        Raises HandlerError, which says how a message can fail alone, and RemoteProtocolError.
+        Raises RemoteProtocolError, and HandlerError, which says how one message can fail without the others.
         """
         context: Context = self._context
         context.handling_thread_id = context.thread_id
@@ -222,7 +222,7 @@ class Delivery:
                 method_id, front_count = method_and_front(content, offset - stride)
                 raise self._failed(method_id, name, arguments[front_count:], error, index) from error
             index += 1
-            if len(variables) > LENGTH_MIN:
+            if len(variables) > UNCHANGED_LENGTH:
                 break
         context.message_index = index
         return offset
@@ -289,7 +289,7 @@ class Delivery:
     def _read_again(
         self, content: bytes, message_start: int, name: str, error: BaseException, data: bytes, index: int
     ) -> tuple[Any, ...]:
-        """Decode arguments again, slowly, if ``error`` can be about what only that reads. Raises HandlerError."""
+        """Decode arguments again, more slowly, with types that the fast decoder lacks. Raises HandlerError."""
         method_id, front_count = method_and_front(content, message_start)
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         if handler is not None and not front_count:
@@ -339,11 +339,11 @@ class Delivery:
             text = f"{self._definition.name} has no method {rpc.method_id} (it has: {names})"
         return self._refused(index, refusal(name, rpc.method_id, Cause.METHOD, text))
 
-    def trip(self, fronts_of: Iterable[int]) -> None:
-        """Refuse calls of these methods from here on, and only of these."""
+    def trip(self, method_ids: Iterable[int]) -> None:
+        """Refuse calls of ``method_ids`` from here on, and of no other methods."""
         self._tripped = {
             front: self._definition.by_method_id[method_id].function.__qualname__
-            for method_id in fronts_of
+            for method_id in method_ids
             if method_id in self._definition.by_method_id
             for front in _fronts(method_id, (RpcType.ASYNC, RpcType.FORK, RpcType.IMPULSE))
         }
@@ -360,7 +360,7 @@ class Delivery:
 
 
 def _entry(decode: Callable[[Any], Any], function: Callable[[Any], None], name: str) -> Entry:
-    """Make the entry for the SDK's own messages: ``function`` gets what ``decode`` makes of one."""
+    """Make the entry for one of the SDK's own messages: ``function`` gets the decoded message."""
     return (lambda data: (decode(data),)), (lambda instance, message: function(message)), name
 
 

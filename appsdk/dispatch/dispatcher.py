@@ -151,9 +151,9 @@ class Dispatcher:
     def instance(self) -> Any:
         return self._life.instance
 
-    def bound_encoding(self, bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
-        """Let ``bound`` call the function that encodes the state, from here on. It can stop that with a StateError."""
-        self._life.bound = bound
+    def limit_encoding(self, limit_time: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
+        """Let ``limit_time`` call the function that encodes the state. It can stop that function with a StateError."""
+        self._life.limit_time = limit_time
 
     @property
     def may_start_hooks(self) -> bool:
@@ -403,7 +403,7 @@ class Dispatcher:
             self.outbox.close_batches()
             self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
             self._read_by_child = [table.snapshot for table in self._life.tables]
-            yield SnapshotBegun(self._life.encode_whole)
+            yield SnapshotBegun(self._life.encode_blob)
         else:
             self._save(heals=self.is_primary)  # a follower takes nothing back
             self.forks_next = True
@@ -446,7 +446,7 @@ class Dispatcher:
         handled, since the rows of tables are read then."""
         self.outbox.close_batches()
         self._rewinds.take_copy(pieces)
-        size_bytes, whole = self._life.whole(pieces)
+        size_bytes, whole = self._life.checkpoint_blob(pieces)
         self.outbox.send(encode_checkpoint(size_bytes))
         chunks: Any = (Blob(size_bytes, whole),) if self.streams else whole
         for chunk in chunks:

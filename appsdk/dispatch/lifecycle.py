@@ -38,10 +38,10 @@ from immortal.protocol.state_envelope import FRONT
 
 
 class Life:
-    """Life cycle of the app's object. ``definition``: of the running class; before an upgrade the old class.
+    """Life cycle of the app's object. ``definition``: of the class that runs now, before an upgrade the old one.
 
     ``delivery``: calls its handlers. ``instance`` None: not yet created. ``next_sequence_id``: of the next record.
-    ``bound``: calls the function that encodes the state, and can stop it if it takes too long."""
+    ``limit_time``: calls the function that encodes the state, and stops it if it takes too long."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Life:
         self._context = context
         self._tasks = tasks
         self._make_delivery = make_delivery
-        self.bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]] = lambda encode: encode()
+        self.limit_time: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]] = lambda encode: encode()
         self._main_definition = definition
 
     def start(self, seed: bytes) -> None:
@@ -115,7 +115,7 @@ class Life:
         self._tasks.list_restored(envelope.tasks)
 
     def _restored(self, envelope: Envelope, state: Incoming) -> Waiting[tuple[Any, bytes]]:
-        """Return an object of the running class with the state of a blob, at its last record; and the state, see
+        """Return (an object of the running class with the state of a blob, the encoded state), see
         :meth:`StateSchema.restoring`. Raises StateError."""
         self.next_sequence_id = envelope.sequence_id + 1
         self._context.sequence_id, self._context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
@@ -186,13 +186,13 @@ class Life:
 
     def encode(self) -> tuple[bytes, bytes]:
         """Encode the state without its tables; return its envelope and its attributes. Raises StateError."""
-        return self.bound(self._encode)
+        return self.limit_time(self._encode)
 
-    def encode_whole(self) -> tuple[int, Iterator[bytes]]:
-        """Return the blob of a checkpoint, see :meth:`whole`. Raises StateError."""
-        return self.whole(self.encode())
+    def encode_blob(self) -> tuple[int, Iterator[bytes]]:
+        """Return the blob of a checkpoint, see :meth:`checkpoint_blob`. Raises StateError."""
+        return self.checkpoint_blob(self.encode())
 
-    def whole(self, pieces: Sequence[bytes]) -> tuple[int, Iterator[bytes]]:
+    def checkpoint_blob(self, pieces: Sequence[bytes]) -> tuple[int, Iterator[bytes]]:
         """Return the blob of a checkpoint: its size in bytes, and its pieces, from what :meth:`encode` returned."""
         envelope, state = pieces
         size_bytes, rest = self.definition.state().with_tables(self.instance, state)
@@ -269,7 +269,7 @@ class HookGate:
                     yield True
 
     def _queued_count(self) -> int:
-        """Return the number of such calls of async handlers that wait for their turn."""
+        """Return the number of calls of async handlers that nobody awaits and that wait for their turn."""
         queued = self._context.tasks.limits.queued
         if self._queued is None:
             self._queued = frozenset(number for number, one in queued.items() if one.caller is None)
@@ -391,7 +391,7 @@ def _check_upgrade(definition: Definition, found: object, usage: str) -> Callabl
 
 
 def restoring_class(main: Definition, envelope: Envelope) -> Definition:
-    """Return the class of the checkpoint's version; of several, the one nearest to ``main``. Raises StateError."""
+    """Return the class of the checkpoint's version, of several the one nearest to ``main``. Raises StateError."""
     for definition in main.chain:
         if definition.version == envelope.version:
             return definition

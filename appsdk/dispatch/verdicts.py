@@ -109,8 +109,8 @@ class Failures:
         self.skipped: dict[int, list[int]] = {}  # indices of messages to skip, by record, ascending
         self._streaks: dict[int, _FailureStreak] = {}  # by method ID
         self._tripped: set[int] = set()
-        self._replays_until: MessageKey | None = None  # a rewind replays up to this message
-        self.taken_back: dict[int, list[Verdict]] = {}  # of coming records, by the record after which they apply
+        self._replays_until: MessageKey | None = None  # the message at which the replay of a rewind ends
+        self.taken_back: dict[int, list[Verdict]] = {}  # on later records, by the record after which they apply
         self._unreported: dict[MessageKey, Callable[[], None]] = {}  # reports of failures in an app that is not primary
         self._excluded_answers: list[tuple[Verdict, bytes]] | None = None  # to messages that are left out
         context.tasks.handler_runs.verdicts = self.known
@@ -177,7 +177,7 @@ class Failures:
         return self.can_fail
 
     def exclude(self, verdicts: Sequence[Verdict]) -> list[tuple[Verdict, bytes]]:
-        """Skip these messages from here on without a report: answers to them go into the returned list."""
+        """Skip the messages of ``verdicts`` from here on without a report. Their answers go into the returned list."""
         answers: list[tuple[Verdict, bytes]] = []
         self._excluded_answers = answers
         for verdict in verdicts:
@@ -234,7 +234,7 @@ class Failures:
         return Handling(sequence_id, message_index, 0.0, name, call.caller, message, call.number)
 
     def forget_up_to(self, sequence_id: int) -> None:
-        """Forget verdicts up to that record: no replay in this process handles those records again."""
+        """Forget verdicts up to the record ``sequence_id``: no replay in this process handles these records again."""
         if any(key[0] <= sequence_id for key in self.known):
             for key in [key for key in self.known if key[0] <= sequence_id]:
                 del self.known[key]
@@ -245,7 +245,7 @@ class Failures:
     def note_rewind(
         self, needed: RewindNeededError, records: Sequence[Record], size_bytes: int, delivery: Delivery
     ) -> None:
-        """Note a rewind: the app restores its state and replays ``records``, the last up to the failed message."""
+        """Note a rewind: the app restores its state and replays ``records`` up to the failed message."""
         verdict, method_id = needed.verdict, needed.method_id
         self._replays_until = verdict.key
         delivery.trip(())  # calls that ran before run again
@@ -266,7 +266,7 @@ class Failures:
         delivery.trip(())
 
     def _has_succeeded(self, method_id: int, records: Sequence[Record], after: MessageKey, until: MessageKey) -> bool:
-        """Return True if a call of the method between these two succeeded, or the records do not go back that far."""
+        """Return True if a call of the method succeeded between the two messages, or if ``records`` begin too late."""
         if not records or records[0].header.sequence_id > after[0] + 1:
             return True
         for record in records:
@@ -280,7 +280,7 @@ class Failures:
         return False
 
     def succeeded_before(self, verdict: Verdict) -> bool:
-        """Return True if the message succeeded before the rewind, which must repeat that."""
+        """Return True if the message succeeded before the rewind, so that it must succeed again."""
         return self._replays_until is not None and verdict.key[:2] < self._replays_until[:2]
 
     def end_replay(self, delivery: Delivery) -> None:

@@ -24,7 +24,7 @@ import msgspec
 
 from immortal.appsdk.calls.codec import ArgumentCodec, check_value, encoder, signature_of
 from immortal.appsdk.calls.failures import argument_mismatch
-from immortal.appsdk.calls.user_code import copy_of, describe_encoded, is_user_failure, user_traceback
+from immortal.appsdk.calls.user_code import copy_of_context, describe_encoded, is_user_failure, user_traceback
 from immortal.appsdk.errors import DefinitionError, EffectFailed, UsageError
 from immortal.appsdk.state.journal import declared_name, decode_raised, encode_raised
 from immortal.protocol import decoding
@@ -287,7 +287,7 @@ class EffectRequest:
 
     ``stand_in``: function that :meth:`call` and :meth:`call_async` call in place of the user's; None: none.
     ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last one that
-    began, from 1; 0: none yet. ``failure``: of the attempt before it, in words. ``since_ns``: time of the handler's
+    began, from 1; 0: none yet. ``failure``: text of the previous attempt's error. ``since_ns``: time of the handler's
     request, by the instance's clock; 0: not in the log. ``report``: called with the error and the number of attempts
     when the effect fails for good.
     """
@@ -306,7 +306,7 @@ class EffectRequest:
     failure: str = ""
     is_done: bool = False
     is_cancelled: bool = False
-    try_now: Callable[[], bool] | None = None  # if the runner can; returns True if it waited
+    try_now: Callable[[], bool] | None = None  # begins the next attempt now; returns True if one was waiting
 
     def __repr__(self) -> str:
         return f"<effect {self.name}, {self.key}>"
@@ -341,7 +341,7 @@ class EffectRequest:
 
     def new_context(self) -> contextvars.Context:
         """Copy the context variables that the handler had when it began the effect, for one attempt."""
-        return copy_of(self._variables)
+        return copy_of_context(self._variables)
 
     def _call(self, attempt: int) -> Any:
         current_context.set(partial(self.context, attempt))

@@ -49,7 +49,7 @@ class Period:
 
     def __init__(self, given: object) -> None:
         self.period_ns = _period_ns(given)
-        self.text = f"every {given}"  # as its class writes it
+        self.text = f"every {given}"  # as the app's class gives it
 
     def next_ns(self, time_ns: int, due_ns: int | None) -> int:
         """Return the first time after ``time_ns``, both ns since the Unix epoch; ``due_ns``: any of its times."""

@@ -31,8 +31,8 @@ from immortal.protocol.messages import RpcType
 from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
 from immortal.protocol.verdicts import Cause
 
-STEP = (1024, 1000, 256 << 10)
-"""Ranges, rows and their bytes that a shard gives at once, at most: meanwhile it handles nothing else."""
+GIVE_LIMITS = (1024, 1000, 256 << 10)
+"""Most ranges, rows, and bytes of rows that a shard gives at once: meanwhile it handles nothing else."""
 WAITING_SHOWN_MAX = 20
 _EVENT_OF_KEY = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+): """)
 
@@ -47,9 +47,9 @@ class Relay(Struct, array_like=True):
 
 
 class Moves(Struct):
-    """Moves of one shard, since its number of shards changed first.
+    """Moves of one shard, since the number of shards changed for the first time.
 
-    ``count``: of shards that there will be. ``owners``: shards of ranges that have moved already, as far as this shard
+    ``count``: the new number of shards. ``owners``: shards of ranges that have moved already, as far as this shard
     knows. ``detours``: by range, the shard through which calls still go, and the number of the last fence behind them.
     """
 
@@ -99,7 +99,7 @@ class Moving:
         return None if is_last else detour[0]
 
     def forward(self, handler: Handler[Any, Any], to: int, arguments: tuple[Any, ...], front: int) -> None:
-        """Forward a call to the shard ``to``. ``front``: 2 if the arguments begin with a caller that waits."""
+        """Forward a call to the shard ``to``. ``front``: the key's index: 2 if a waiting caller is in front."""
         context, moves = self._immortal_context, self.moves
         assert moves is not None
         number, name = range_of(arguments[front]), self._name_of(to)
@@ -114,7 +114,7 @@ class Moving:
             self._start_detour([number], to)
 
     def _immortal_relay(self, number: int, raised: bool, value: bytes) -> bool:
-        """Pass on the answer of a forwarded call; return False if the call is none."""
+        """Pass on the answer to a forwarded call; return False if the call ``number`` was not forwarded."""
         context, moves = self._immortal_context, self.moves
         relay = None if moves is None else moves.relays.get(number)
         if moves is None or relay is None or context.source not in (None, relay.to):
@@ -173,7 +173,7 @@ class Moving:
 
     @rpc
     def immortal_fence(self, origin: int, fence: int, ranges: list[int]) -> None:
-        """Pass a fence on, by the ways of the calls before it, up to the owners, which send it back."""
+        """Forward a fence to the owners by the ways of the calls before it; they send it back to ``origin``."""
         self._require_shard_as_sender()
         for shard, some in _grouped(ranges, self.next_shard).items():
             if shard is None:
@@ -197,7 +197,7 @@ class Moving:
         """Prepare for another number of shards: from here on calls of other ranges are forwarded, not refused.
 
         Return the version of the class; 0: not yet, since calls still take detours after an earlier move. A range that
-        came while its calls took one would have two ways in."""
+        moved now would get calls by two ways, in a wrong order."""
         if (moves := self.moves) is None:
             name = self._immortal_context.instance_name
             self.shard = 0 if self.shards == 1 else self.shard
@@ -205,7 +205,7 @@ class Moving:
             if name != self._name_of(self.shard):
                 raise UsageError(f"shard {self.shard} is called {name!r}: its keys move if it is NAME-{self.shard}")
         if moves.count != count:
-            moves.count = before  # where it had no ranges in later moves, it must learn whose they are
+            moves.count = before  # a shard that had no ranges in later moves must learn the owners
             if not Moving.immortal_settle.function(self):  # type: ignore[attr-defined]
                 raise UsageError(f"shard {self.shard} has other ranges than it has as one of {before} shards")
             if moves.detours:
@@ -222,8 +222,8 @@ class Moving:
     def immortal_give(self, version: int, ranges_max: int, rows_max: int, size_bytes_max: int) -> tuple[int, list[str]]:
         """Give some ranges to their new shards; return how many are left, and the handlers for which others wait.
 
-        The limits can be exceeded by the last range, whose rows come in parts of ``size_bytes_max``. ``version``: that
-        the class of all shards had when the move began: a shard that was upgraded since must not give to older ones."""
+        The limits can be exceeded by the last range, whose rows come in parts of ``size_bytes_max``. ``version``: of
+        the class in all shards when the move began: a shard that was upgraded since must not give to older ones."""
         moves, events = self.moves, self._immortal_context.tasks.events
         assert moves is not None
         if version != self._version and self._leaving():
@@ -328,7 +328,7 @@ class Moving:
         return {number: planned[number] for number in mine if planned[number] != self.shard}
 
     def _waiting(self) -> dict[int, str]:
-        """Return ranges whose handlers wait, each with one of these: they stay until it has ended."""
+        """Return the ranges that stay because handlers of their keys wait, each with the text of one handler."""
         tasks, definition = self._immortal_context.tasks, self._immortal_definition
         found = {}
         for one in chain(tasks.all_waiting, tasks.limits.queued.values()):
@@ -344,7 +344,7 @@ class Moving:
         return found
 
     def note_key(self, key: Any) -> None:
-        """Note that a row is new."""
+        """Note the key of a new row."""
         if self.rows_by_range is not None:
             self.rows_by_range.setdefault(range_of(key), set()).add(key)
 
@@ -389,7 +389,7 @@ def change_count(
     if len(versions := begin(shards)) > 1:
         raise UsageError(f"the shards have the versions {sorted(versions)}: upgrade all of them first")
     while True:
-        given = [call(shard, Moving.immortal_give, *versions, *STEP) for shard in shards]
+        given = [call(shard, Moving.immortal_give, *versions, *GIVE_LIMITS) for shard in shards]
         waiting = [text for _, texts in given for text in texts]
         if not any(left for left, _ in given):
             settled = not waiting and all(call(shard, Moving.immortal_settle) for shard in shards)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from immortal.appsdk.calls.codec import bind_arguments, plain_count
+from immortal.appsdk.calls.codec import bind_arguments, positional_count
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import encode_call, make_writer, outside_handler_error
 from immortal.appsdk.errors import UsageError
@@ -123,7 +123,7 @@ def make_multicast_fork(
     :meth:`immortal.appsdk.ordering.multicasts.Multicasts.send` raises."""
     name, signature, method_id = handler.function.__qualname__, handler.signature, handler.method_id
     write = make_writer(name, method_id, RpcType.FORK, parameters=signature.parameters, context=context)
-    parameters_count = plain_count(signature)
+    parameters_count = positional_count(signature)
     names = [destination for destination, _ in destinations]
     nodes = [source if isinstance(source, NodeHandles) else None for _, source in destinations]
     write_node = make_writer(name, NODE_METHOD_ID, RpcType.FORK, context=context)

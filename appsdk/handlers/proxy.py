@@ -16,7 +16,7 @@ from itertools import chain
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
-from immortal.appsdk.calls.codec import ArgumentCodec, bind_arguments, plain_count
+from immortal.appsdk.calls.codec import ArgumentCodec, bind_arguments, positional_count
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context, is_plain
 from immortal.appsdk.calls.outbox import ImpulseQueue, make_writer
 from immortal.appsdk.calls.user_code import running
@@ -166,7 +166,7 @@ def _tagging_fork(
         return fork
 
     def fork_tagged(*arguments: Any, **keywords: Any) -> None:
-        if keywords or len(arguments) != codec.plain_count:
+        if keywords or len(arguments) != codec.positional_count:
             arguments, keywords = codec.split_keywords(codec.tag_values(codec.bind(arguments, keywords)))
             fork(*arguments, **keywords)
         else:
@@ -350,7 +350,7 @@ def _make_impulse(
 ) -> Callable[..., None]:
     name, signature = handler.function.__qualname__, handler.signature
     write = make_writer(name, handler.method_id, RpcType.IMPULSE, parameters=signature.parameters)
-    parameters_count = plain_count(signature)
+    parameters_count = positional_count(signature)
     append = queue.append
 
     def send(*arguments: Any, **keywords: Any) -> None:

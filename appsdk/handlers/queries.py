@@ -39,7 +39,7 @@ _UNSET = object()
 class _Budget(Struct):
     """Budget of bytes for comparisons.
 
-    ``compared``: method IDs; the first query of each is always compared.
+    ``compared``: IDs of methods of which a query was compared; the first query of each method always is.
     """
 
     bytes_per_query: int
@@ -58,15 +58,15 @@ class _Budget(Struct):
 class Queries:
     """Runner of one instance's queries. ``is_live``: the log has been replayed; new queries follow.
 
-    ``passed``: the last (record, message) that was handled before, while a rewind replays. ``bound``: runs a query that
-    is not logged, with a time limit. ``compares_all``: compare around each query, in replays too. ``state_size_bytes``:
-    size of the state when it was last encoded.
+    ``passed``: the last (record, message) that was handled before, while a rewind replays. ``run_limited``: runs a
+    query that is not logged, with a time limit. ``compares_all``: compare around each query, in replays too.
+    ``state_size_bytes``: size of the state when it was last encoded.
     """
 
     def __init__(self, context: Context) -> None:
         self.is_live = False
         self.passed = (-1, 0)
-        self.bound: Callable[[Callable[[], Any]], Any] = lambda query: query()
+        self.run_limited: Callable[[Callable[[], Any]], Any] = lambda query: query()
         self.compares_all = False
         self.state_size_bytes = 0
         self._context = context
@@ -75,7 +75,7 @@ class Queries:
         self._unlogged = _Budget(UNLOGGED_COMPARED_BYTES_PER_QUERY)
 
     def use(self, schema: StateSchema) -> None:
-        """Use this schema of the state from here on."""
+        """Use ``schema`` for the state from here on."""
         self._schema = schema
 
     def run(self, handler: Handler[Any, Any], instance: Any, *arguments: Any) -> Any:
@@ -87,14 +87,14 @@ class Queries:
         is_small = self.state_size_bytes <= COMPARED_SIZE_BYTES_MAX
         is_due = self.compares_all or (is_small and self._unlogged.allows(handler.method_id))
         function = partial(handler.call, instance, *arguments)
-        return self._run(handler, instance, lambda: self.bound(function), self._unlogged if is_due else None)
+        return self._run(handler, instance, lambda: self.run_limited(function), self._unlogged if is_due else None)
 
     def _run(
         self, handler: Handler[Any, Any], instance: Any, function: Callable[[], Any], budget: _Budget | None
     ) -> Any:
         context, attributes = self._context, vars(instance)
         before = attributes.copy()
-        forms = None if budget is None else self._forms(instance)
+        forms = None if budget is None else self._encoded_attributes(instance)
         thread_id, context.handling_thread_id = context.handling_thread_id, QUERY_RUNS
         try:
             return function()
@@ -132,11 +132,11 @@ class Queries:
 
     @property
     def handles_new(self) -> bool:
-        """True if the message that is handled is new: no replay handles it again."""
+        """True if the current message is handled for the first time, not in a replay."""
         return self.is_live and (self._context.sequence_id, self._context.message_index) > self.passed
 
-    def _forms(self, instance: Any) -> dict[str, bytes] | None:
-        """Return the encoded state; None if it can't be encoded: the next checkpoint reports why."""
+    def _encoded_attributes(self, instance: Any) -> dict[str, bytes] | None:
+        """Return the attributes' bytes; None if one can't be encoded: the next checkpoint reports why."""
         if self._schema is None:
             return None
         try:
@@ -145,7 +145,7 @@ class Queries:
             return None
 
     def _changed_attributes(self, instance: Any, before: dict[str, bytes]) -> list[str]:
-        after = self._forms(instance)
+        after = self._encoded_attributes(instance)
         if after is None:
             return ["what its state holds: it can't be saved any more"]
         return [f"self.{name}" if name else "its state" for name in before if before[name] != after.get(name)]

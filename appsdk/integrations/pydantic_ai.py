@@ -119,8 +119,8 @@ class _Backend(JournalCallableOperationBackend[Config]):
         cache_key: tuple[object, ...],
         config: Config,
     ) -> object:
-        loop = _loop()
-        if loop is None:  # outside handlers, the capability changes nothing
+        handler = _running_handler()
+        if handler is None:  # outside handlers, the capability changes nothing
             return await body()
         context, is_run_here = contextvars.copy_context(), False
 
@@ -129,10 +129,10 @@ class _Backend(JournalCallableOperationBackend[Config]):
             is_run_here = True
             own = context.copy()  # with the agent's spans and overrides, for the loop of effects
             own.run(current_context.set, current_context.get())
-            return await asyncio.create_task(_with_threads(body), context=own)
+            return await asyncio.create_task(_with_default_threads(body), context=own)
 
         options = effect.options(**{"retry": RETRY, **config})._options
-        payload = await Effect(loop, _Step(name, perform), (), options)
+        payload = await Effect(handler, _Step(name, perform), (), options)
         record_durable_unit(executed=is_run_here)
         return payload
 
@@ -145,7 +145,7 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
     ``tool_timeout``: for each tool call. By default they are retried without end, like effects. One tool's
     metadata can be ``{"immortal": {"retry": ..., "timeout": ...}}``. With ``{"immortal": False}`` the tool runs in the
     handler, and replays repeat it: it can await what a handler awaits, and use the handler's ``self`` or a peer as its
-    deps. ``models``: those besides the agent's own that runs name. ``event_stream_handler``: gets a request's events
+    deps. ``models``: further models, by the name that runs give. ``event_stream_handler``: gets a request's events
     during streaming, beside the handlers; again if a crash ended the attempt. ``name``: in the journal, by default the
     agent's. Raises UsageError.
     """
@@ -181,7 +181,7 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
 
     @property
     def in_durable_context(self) -> bool:
-        return _loop() is not None
+        return _running_handler() is not None
 
     def get_durable_operation_backend(self) -> _Backend:
         return _Backend(
@@ -241,8 +241,8 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
 _stamped: contextvars.ContextVar[dict[int, object]] = contextvars.ContextVar("messages that have the handler's time")
 
 
-def _loop() -> Task | None:
-    """Return the handler whose code runs now; None elsewhere, as in an effect."""
+def _running_handler() -> Task | None:
+    """Return the async handler whose code runs now; None outside of handlers, for example in an effect."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -272,6 +272,6 @@ def _stamp(messages: list[ModelMessage]) -> None:
                     part.timestamp = moment
 
 
-async def _with_threads(body: Body) -> object:
+async def _with_default_threads(body: Body) -> object:
     with Agent.using_thread_executor(None):  # type: ignore[arg-type]  # the library's default again
         return await body()

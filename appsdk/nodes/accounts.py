@@ -1,4 +1,4 @@
-"""Ledger of handles: counts those that messages carry out and in, and tells their owners and holders.
+"""Ledger of handles: counts handles in sent and received messages, and informs their owners and holders.
 
 :mod:`immortal.appsdk.nodes.reference_counts` does the counting, without I/O.
 """
@@ -41,7 +41,7 @@ _write_message = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
 
 
 class Accounts:
-    """Ledger of one instance. ``released``: grants without holders whose owner is not told yet."""
+    """Ledger of one instance. ``released``: handles without holders, of which their owner is not told yet."""
 
     def __init__(self, context: Context) -> None:
         self.owner = Owner()
@@ -56,7 +56,7 @@ class Accounts:
         self.released.clear()
 
     def send_actions(self) -> None:
-        """Send the messages that the counting asks for."""
+        """Send the messages that the counting of handles has made."""
         own_name = self._context.instance_name
         for machine in (self.owner, self.holder):
             actions, machine.actions = machine.actions, []
@@ -115,20 +115,20 @@ class Accounts:
                 self.holder.pass_on(owner, key, to)
             else:
                 self.owner.note_passed(key, to)
-                if not self._include_in_end(key, to):
+                if not self._notify_in_order(key, to):
                     self._announce_end(owner, key, to)
         self.send_actions()
 
     def note_passed(self, key: Key, to: str) -> bool:
         """Count a copy that goes to ``to``, reported by its holder. Return False if there is no such key."""
         known = self.owner.note_passed(key, to)
-        self._include_in_end(key, to)
+        self._notify_in_order(key, to)
         return known
 
     # --- an end that is in flight through the queues ------------------------------------------------------------------
 
     def _find_end(self, owner: str, key: Key) -> tuple[list[bytes], Ended] | None:
-        """Return the run in this queue that ends a handle, and the end in it; None: there is none."""
+        """Return the queued run that ends a handle, and the message in it that says so; None: there is none."""
         for calls in self._context.multicasts.calls_of(owner):
             for ended in _ended_in(calls):
                 if ended.key == key:
@@ -136,12 +136,12 @@ class Accounts:
         return None
 
     def _announce_end(self, owner: str, key: Key, to: str) -> None:
-        """Tell the receiver of a copy, before the copy, that the handle ends: it will not hear of the end in order."""
+        """Tell ``to``, before it gets a copy of a handle, that the handle ends: the multicast of the end skips it."""
         if (found := self._find_end(owner, key)) is not None:
             self.sender(to, HANDLES_METHOD_ID)((self._context.instance_name, Ending(owner, key, found[1].how)))
 
-    def _include_in_end(self, key: Key, to: str) -> bool:
-        """Return True if ``to``, which gets a copy, hears in order of the end of an own handle that is ending."""
+    def _notify_in_order(self, key: Key, to: str) -> bool:
+        """Add ``to``, which gets a copy of an own handle, to a multicast of its end. Return False if it is too late."""
         grant = self.owner.grants.get(key)
         if grant is None or grant.stage != Stage.ENDING or to in grant.notified or to in grant.banned:
             return True
@@ -153,7 +153,7 @@ class Accounts:
         return True
 
     def announce_proposed_end(self, owner: str, calls: list[bytes]) -> None:
-        """Put messages about the end of handles, now in the queue, before copies of them that are still to be sent."""
+        """Put notices of the ends in ``calls``, just queued, before copies of these handles that were not sent yet."""
         for ended in _ended_in(calls):
             parts: list[bytes] = []
             _write_message(parts, (self._context.instance_name, Ending(owner, ended.key, ended.how)))
@@ -162,7 +162,7 @@ class Accounts:
 
     @staticmethod
     def is_pass_message(arguments: bytes) -> bool:
-        """Return True if the arguments are a Passed, which counts at arrival, so that its receiver hears of an end."""
+        """Return True if the arguments are a Passed message, which counts a copy at once, before its turn."""
         try:
             return isinstance(decode_handle_message(arguments).message, Passed)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -177,7 +177,7 @@ class Accounts:
             raise self._refused(f"{what}: it was revoked for {to!r}")
 
     def counting(self, decode: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
-        """Wrap ``decode`` of a handler that can receive handles: decoded handles are held from then on."""
+        """Wrap the decoder of arguments that can contain handles: the wrapper also counts the received handles."""
 
         def decode_and_count(data: Any) -> tuple[Any, ...]:
             arguments = decode(data)
@@ -204,7 +204,7 @@ class Accounts:
 
 
 def _ended_in(calls: list[bytes]) -> Iterator[Ended]:
-    """Yield the ends of handles in a run. Only the SDK can make a run of this method."""
+    """Yield the messages about ends of handles in a run. Only the SDK sends such runs."""
     for call in calls:
         if method_of(call) != HANDLES_METHOD_ID:
             return

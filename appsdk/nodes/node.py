@@ -116,7 +116,7 @@ def node_definition(cls: object) -> NodeDefinition:
 
 
 class NodeContext:
-    """Context of one node, which provides its handlers.
+    """Context of one node: it makes the node's handlers.
 
     ``life``: an appsdk.nodes.nodes.Nodes; None: a plain object that no instance created. ``number``: of the node in
     that life.
@@ -234,7 +234,7 @@ class NodeTable:
         )
 
     def create(self, cls: type, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Create a node. Raises what its ``__init__`` raises; then it exists without a handle."""
+        """Create a node. Raises what its ``__init__`` raises; also then the node exists, but without a handle."""
         node: Any = self._new(cls, number)
         self.nodes[number] = node
         node.__init__(*arguments, **keywords)
@@ -288,7 +288,7 @@ class HandleMethod:
 
 
 class Inbox:
-    """Input for the nodes of one instance. ``life``: its immortal.appsdk.nodes.nodes.Nodes."""
+    """Receiver of messages for the nodes of one instance. ``life``: its immortal.appsdk.nodes.nodes.Nodes."""
 
     def __init__(self, life: Any) -> None:
         self._life = life
@@ -423,7 +423,7 @@ class Inbox:
         return True
 
     def _act(self) -> None:
-        """Send the messages that the counting asks for, and add the hooks to call."""
+        """Send the messages that the counting of handles has made, and queue the hooks to call."""
         accounts = self._accounts
         accounts.send_actions()
         released, accounts.released = accounts.released, []

@@ -35,7 +35,7 @@ class View(msgspec.Struct, array_like=True, frozen=True):
         return View(self.number + 1, (*others, *changed) if kind == "join" else others)
 
     def teller_of(self, sender: str) -> str:
-        """Return the member that tells ``sender`` the fate of its message.
+        """Return the member that tells ``sender`` whether its message was executed.
 
         It is another member if possible: if the sender is expelled, the others possibly do not know its reports.
         """
@@ -62,12 +62,12 @@ class Membership(msgspec.Struct, array_like=True):
         return self.own in self.view.members
 
     def is_current(self, number: int) -> bool:
-        """Return True if a message that was sent to the view ``number`` must be executed. Call it in the order."""
+        """Return True if a message that was sent to the view ``number`` must be executed. Call it in order."""
         self._joined(number)
         return self.is_member and self.view.number == number
 
     def expelled(self, number: int, view: View) -> None:
-        """Leave the view ``number``, out of the order: this instance was expelled; ``view`` is the current one."""
+        """Leave the view ``number`` at once: the others expelled this instance. ``view``: the current view."""
         if self.is_member and self.view.number <= number:
             self.cut = self.view.number, number
             self.view, self.joining = view, None
@@ -76,7 +76,7 @@ class Membership(msgspec.Struct, array_like=True):
         return self.cut[0] <= number <= self.cut[1]
 
     def change(self, base: View, kind: Kind, *changed: str) -> bool:
-        """Apply a change made from ``base``, in the order. Return True if it counts; False also for its own join."""
+        """Apply a change of the view ``base``, at its turn. Return True if it counts; False also for the own join."""
         if self.joining == base:  # by its number alone it could be another change's, which replaced that one
             self._joined(base.number)
         after = base.after(kind, *changed)
@@ -94,7 +94,7 @@ class Membership(msgspec.Struct, array_like=True):
             self.view, self.joining = self.joining, None
 
     def learn(self, view: View) -> None:
-        """Learn the view from a member, out of the order, while not a member. Members learn views only in the order."""
+        """Learn the view from a member, at once, while not a member. Members learn views from changes, in order."""
         if self.is_member:
             return
         if self.own in view.members:
@@ -138,7 +138,7 @@ class Outgoing(msgspec.Struct, array_like=True):
         return message
 
     def apply_report(self, number: int, view_number: int, newest: View | None) -> list[Message]:
-        """Note the teller's report, in the order of sending: message ``number`` to that view is executed, or stale.
+        """Note a report, in the order of sending: message ``number`` to the view ``view_number`` is executed, or stale.
 
         ``newest``: the current view if it is stale, else None. Return the messages to send again to :attr:`view`: those
         after a stale one are stale as well.
@@ -155,7 +155,7 @@ class Outgoing(msgspec.Struct, array_like=True):
     def resend_after_expulsion(self, member: str, number: int, view: View, source: str, executed: int) -> list[Message]:
         """Return the messages to send again to ``view``, after ``member`` was expelled from the view ``number``.
 
-        ``source``, a member, reports this. It has executed those up to ``executed`` that were sent to :attr:`view`; all
+        ``source``, a member, reports this. It has executed the messages to :attr:`view` up to number ``executed``; all
         others were cancelled or stale.
         """
         members = self.view.members
@@ -166,8 +166,8 @@ class Outgoing(msgspec.Struct, array_like=True):
         return list(self.unconfirmed)
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """Action: tell ``sender`` (or this instance), which cancels runs, the view without ``member`` once it exists."""
+class TellView(msgspec.Struct, frozen=True):
+    """Action: once there is a view without ``member``, tell it to ``sender``, which may be this instance."""
 
     group: str
     member: str
@@ -175,16 +175,16 @@ class Asked(msgspec.Struct, frozen=True):
     sender: str
 
 
-class Ready(msgspec.Struct, frozen=True):
-    """Action: send the change that expels ``leaving`` from that view to its other members."""
+class Expel(msgspec.Struct, frozen=True):
+    """Action: expel ``leaving`` from the view: send this change to its other members."""
 
     group: str
     view: int
     leaving: list[str]
 
 
-class Silent(msgspec.Struct, frozen=True):
-    """Action: tell ``others``, possible members, that ``member``, for which its view waits, is silent.
+class TellSilent(msgspec.Struct, frozen=True):
+    """Action: tell ``others``, who may be members, that ``member`` is silent and that its view waits for it.
 
     Send this before all held output."""
 
@@ -262,7 +262,7 @@ class Fences:
         if sender not in fence.told and sender != self._ordering.name:
             fence.told.append(sender)
             self._ordering.send(sender, Fence(fence.group, fence.member, fence.view))
-            self._ordering.actions.append(Asked(fence.group, fence.member, fence.view, sender))
+            self._ordering.actions.append(TellView(fence.group, fence.member, fence.view, sender))
 
     # --- as both ------------------------------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class Fences:
         for sent in own:
             ordering.cancel(sent)
         if own:
-            ordering.actions.append(Asked(group, member, view, ordering.name))
+            ordering.actions.append(TellView(group, member, view, ordering.name))
         for filed in self._open_runs(fence):
             self._announce_to(fence, filed.sender)
         self._extend_expulsions(fence)
@@ -309,7 +309,7 @@ class Fences:
         fence.open += [one for one in found if one not in fence.open]
 
     def answer_askers(self) -> None:
-        """Remove runs that are final from the waits, and answer askers that wait for no more runs."""
+        """Send Fenced to the askers of each fence whose awaited runs are all final now."""
         for fence in self._ordering.state.fences:
             if not fence.askers:
                 continue
@@ -341,8 +341,8 @@ class Fences:
     # --- as the expelling member --------------------------------------------------------------------------------------
 
     def expel(self, group: str, member: str, view: int, members: list[str], now_ns: int = 0) -> None:
-        """Expel ``member`` from ``members``, the members of ``view``. Ready follows once all others have sent Fenced;
-        nothing follows if this instance is expelled itself."""
+        """Expel ``member`` from ``members``, the members of ``view``. The action Expel follows once all others sent
+        Fenced; nothing follows if this instance is expelled itself."""
         state, name = self._ordering.state, self._ordering.name
         own = next((one for one in state.expulsions if one.group == group), None)
         if own is not None and own.view < view:
@@ -398,7 +398,7 @@ class Fences:
             for other in own.members:
                 if other not in own.leaving and other != ordering.name:
                     ordering.send(other, message)
-        ordering.actions.append(Ready(own.group, own.view, own.leaving))
+        ordering.actions.append(Expel(own.group, own.view, own.leaving))
 
 
 # State of the algorithm, which is part of the app's checkpoint.
@@ -461,7 +461,7 @@ class FenceState(msgspec.Struct, array_like=True):
 
 
 class Expulsion(msgspec.Struct, array_like=True):
-    """Expulsion by this instance. ``waits``: (member, instance without Fenced). ``committed``: by expelled member."""
+    """Expulsion by this instance. ``waits``: (member, who has not sent Fenced). ``committed``: last runs by member."""
 
     group: str
     view: int
@@ -477,7 +477,7 @@ class State(msgspec.Struct):
 
     ``released_count``: releases that the instance has not executed yet. ``late``: (number, destination) of answers
     about cancelled runs that are still to come. ``committed``: by sender, its last committed run with a scope.
-    ``heard``: number of messages by sender; ``silent``: the same at the time ``looked_ns``, for the awaited ones.
+    ``heard``: number of messages by sender; ``silent``: this number at the time ``looked_ns``, for awaited senders.
     ``own_filed``: numbers of calls of the instance to itself in the queue.
     """
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from immortal.appsdk.ordering.groups import Asked, Fences, QueuedRun, Ready, Sent, Silent, Stage, State
+from immortal.appsdk.ordering.groups import Expel, Fences, QueuedRun, Sent, Stage, State, TellSilent, TellView
 from immortal.appsdk.ordering.messages import (
     Cancel,
     Commit,
@@ -56,7 +56,7 @@ class RunsCommitted(msgspec.Struct, frozen=True):
     number: int
 
 
-Action: TypeAlias = Send | Release | RunsCommitted | Asked | Ready | Silent
+Action: TypeAlias = Send | Release | RunsCommitted | TellView | Expel | TellSilent
 
 
 class Ordering:
@@ -348,7 +348,7 @@ class Ordering:
         return [one for one in found if one[2]]
 
     def report_silent_members(self, groups: Mapping[str, int], now_ns: int) -> int | None:
-        """Report as Silent the awaited members that have sent nothing since the last check.
+        """Report the awaited members that have sent nothing since the last check.
 
         Checks of a group are half its limit in ``groups`` (ns) apart; return the time of the next one.
         """
@@ -364,7 +364,7 @@ class Ordering:
             for name in names:
                 count = state.silent[name] = state.heard.get(name, 0)
                 if before.get(name) == count:
-                    self.actions.append(Silent(scope.group, name, scope.view, others))
+                    self.actions.append(TellSilent(scope.group, name, scope.view, others))
         first = self.first()
         if first is not None and first.sender in state.silent and not first.asked:
             self.postpone(first)  # it answers if it is alive

@@ -17,7 +17,7 @@ from immortal.appsdk.calls.failures import refused
 from immortal.appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from immortal.appsdk.calls.replay_rules import NEWEST_ORDER
 from immortal.appsdk.errors import HandlerError, StateError, UsageError
-from immortal.appsdk.ordering.groups import Asked, QueuedRun, Ready, Silent, Stage, State
+from immortal.appsdk.ordering.groups import Expel, QueuedRun, Stage, State, TellSilent, TellView
 from immortal.appsdk.ordering.machine import Ordering, Release, Send
 from immortal.appsdk.ordering.messages import (
     Fencing,
@@ -30,7 +30,7 @@ from immortal.appsdk.ordering.messages import (
     as_fork,
     problem_of,
 )
-from immortal.appsdk.ordering.send_queue import EFFECT, Held, Run, Sending
+from immortal.appsdk.ordering.send_queue import EFFECT, Held, Run, SendQueue
 from immortal.protocol import decoding
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.errors import ProtocolError
@@ -49,7 +49,7 @@ ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: an
 WHAT = "an ordered multicast"
 LATE_NS = 250_000_000  # a run that does not stand by then is moved after the entries that wait for it
 
-GROUP_METHODS: dict[type, str] = {Asked: "group_asked", Ready: "group_ready", Silent: "group_silent"}
+GROUP_METHODS: dict[type, str] = {TellView: "group_asked", Expel: "group_ready", TellSilent: "group_silent"}
 """Method of :class:`immortal.appsdk.patterns.groups.Grouped` that is called for an action."""
 
 Parts = dict[str, list[bytes]]
@@ -111,7 +111,7 @@ class Multicasts:
         self.due_ns: int | None = None  # when to call :meth:`tick`, ns since the Unix epoch; None: never
         self._context = context
         self.ordering: Ordering | None = None  # the queue of runs; None: there was no ordered multicast yet
-        self._sending: Sending | None = None
+        self._sending: SendQueue | None = None
         self._clients: set[tuple[str, int]] = set()
         self._parts_to_push: Parts = {}
         self._released: list[QueuedRun] = []
@@ -149,10 +149,10 @@ class Multicasts:
 
     def _create_queues(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
         self.ordering = Ordering(name, state)
-        self._sending = Sending(self.ordering, self._release_held, waiting, own_name=name)
+        self._sending = SendQueue(self.ordering, self._release_held, waiting, own_name=name)
         self._context.outbox.holder = self
 
-    def _queues(self) -> tuple[Ordering, Sending]:
+    def _queues(self) -> tuple[Ordering, SendQueue]:
         """Return both queues; create them at first use. Raises UsageError."""
         context = self._context
         if self.ordering is None or self._sending is None:
@@ -365,7 +365,7 @@ class Multicasts:
 
     def handle_fencing(self, message: Fencing) -> None:
         """Handle a message about a fence. Raises HandlerError."""
-        if GROUP_METHODS[Asked] not in self._context.tasks.definition.handlers:
+        if GROUP_METHODS[TellView] not in self._context.tasks.definition.handlers:
             raise self._refused(f"a member of group {message.group!r} is expelled, and this class is not below Grouped")
         self.handle_message(message)
 
@@ -376,7 +376,7 @@ class Multicasts:
         if not ordering.is_busy:
             self._clients.clear()  # of failed requests nobody was told here
 
-    def _flushed_queues(self) -> tuple[Ordering, Sending]:
+    def _flushed_queues(self) -> tuple[Ordering, SendQueue]:
         both = self._queues()
         self._context.outbox.close_open()
         self.flush()  # earlier multicasts come before this message
@@ -431,7 +431,7 @@ class Multicasts:
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _execute_actions(self, ordering: Ordering, sending: Sending) -> None:
+    def _execute_actions(self, ordering: Ordering, sending: SendQueue) -> None:
         """Execute the actions of the machines until they have no more."""
         while True:
             self._execute_all(ordering, sending)
@@ -442,7 +442,7 @@ class Multicasts:
                 break
         self._push_to_outbox()
 
-    def _execute_all(self, ordering: Ordering, sending: Sending) -> None:
+    def _execute_all(self, ordering: Ordering, sending: SendQueue) -> None:
         while True:
             while ordering.actions:
                 actions, ordering.actions = ordering.actions, []
@@ -451,7 +451,7 @@ class Multicasts:
                         self._send(action)
                     elif isinstance(action, Release):
                         self._release(action.filed)
-                    elif isinstance(action, Asked | Ready | Silent):
+                    elif isinstance(action, TellView | Expel | TellSilent):
                         self._notify_group(action)
             sending.advance()
             if not ordering.actions:
@@ -469,13 +469,13 @@ class Multicasts:
         else:
             _write_ordering(parts, (action.message,))
 
-    def _notify_group(self, action: Asked | Ready | Silent) -> None:
-        """Call the group's handlers in this instance: groups are part of their state. All members get a Silent."""
+    def _notify_group(self, action: TellView | Expel | TellSilent) -> None:
+        """Call the group's handlers in this instance: groups are part of their state. All members get a TellSilent."""
         handler = self._context.tasks.definition.handlers.get(GROUP_METHODS[type(action)])
         if handler is None:
             return
         write = make_writer(WHAT, handler.method_id, RpcType.FORK)
-        if not isinstance(action, Silent):
+        if not isinstance(action, TellSilent):
             write(self._own_calls, msgspec.structs.astuple(action))
             return
         for other in action.others:

@@ -36,7 +36,7 @@ class Run(msgspec.Struct, array_like=True, tag=0):
 class Held(msgspec.Struct, array_like=True, tag=1):
     """Output held back. ``parts``: messages for ``destination``, in two parts each, or the number of an EFFECT.
 
-    ``behind``: number of the run that must stand first.
+    ``behind``: number of the run that all its destinations must have queued first.
     """
 
     destination: str
@@ -49,7 +49,7 @@ Waiting: TypeAlias = Run | Held
 EFFECT = "\x00effect"  # no instance has this name
 
 
-class Sending:
+class SendQueue:
     """Send queue. ``release`` is called with held output that can leave, in order. ``waiting``: its state, part of
     checkpoints. ``own_name``: the instance's name as a destination of runs; "": runs can overtake what it sends to
     itself."""
@@ -83,7 +83,7 @@ class Sending:
         now_ns: int = 0,
         scope: Scope | None = None,
     ) -> None:
-        """Queue calls. ``place``: the handled input. A run ends at the same place in each replay: with it, or later.
+        """Queue calls. ``place``: the handled input. Runs end only between inputs, so they are the same in each replay.
 
         ``calls``: one for all, or one for each.
         """
@@ -115,11 +115,11 @@ class Sending:
             self.waiting.append(Held(destination, self._ordering.state.sent_count, parts, effect))
 
     def _is_latest(self, last: Held) -> bool:
-        """Return True if no run was sent since ``last``; a run that waits is before it."""
+        """Return True if no run was sent since ``last`` was held: none was while a run waits."""
         return last.behind == self._ordering.state.sent_count or any(isinstance(one, Run) for one in self.waiting)
 
     def advance(self) -> None:
-        """Send the runs and output that no longer have to wait."""
+        """Send the runs and the output whose wait is over."""
         if not self.waiting:
             return
         ordering, state = self._ordering, self._ordering.state

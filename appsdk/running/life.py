@@ -1,4 +1,4 @@
-"""Life of an app in this process: its dispatcher, and its effects, hooks and watchdog."""
+"""Parts of an app in this process from its start to its end: dispatcher, effects, hooks, watchdog."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from immortal.appsdk.running import tracing
 from immortal.appsdk.running.app_loop import AppLoop
 from immortal.appsdk.running.debugger import HOST, listen, skip_in_replays
 from immortal.appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
-from immortal.appsdk.running.time_limits import QueryLimit, Watchdog, limited
+from immortal.appsdk.running.time_limits import QueryLimit, Watchdog, limit_encoding_time
 from immortal.appsdk.running.user_modules import sources_of
 from immortal.protocol import kept_code
 from immortal.protocol.safe_output import printable_message
@@ -80,7 +80,7 @@ class AppLife:
             compares_queries=options.checks_queries and trace,  # in a recovery queries are as right as in service
         )
         self.dispatcher.healing.may_recover = not (options.rewound or trace)
-        self.dispatcher.bound_encoding(limited)
+        self.dispatcher.limit_encoding(limit_encoding_time)
         if not trace:  # an inspected run reports failures in its own way
             self.dispatcher.context.reporter = FailureReporter(definition.name)
         self._executions: ExecutionWriter | None = None
@@ -93,7 +93,7 @@ class AppLife:
         limit, handler_limit = QueryLimit(), definition.handler_time_limit
         if options.handler_limit_s is not None:
             handler_limit = timedelta(seconds=options.handler_limit_s)
-        self.dispatcher.tasks.queries.bound = limit.run
+        self.dispatcher.tasks.queries.run_limited = limit.run
         self._watchdog = Watchdog(
             lambda: self.dispatcher.records.current_handling,
             send_from_other_thread,
@@ -116,7 +116,7 @@ class AppLife:
         return self._timings.make_delivery
 
     def _listen(self, label: str) -> None:
-        """Let debuggers attach: only after the replay, which would stop at their breakpoints."""
+        """Let debuggers attach after the replay, which would otherwise stop at their breakpoints."""
         if self._debugpy is not None and listen(self._debugpy):
             print_message(label, f"debuggers attach at {HOST}:{self._debugpy}")
 
@@ -134,12 +134,12 @@ class AppLife:
         self._watchdog.start()
 
     def fail(self, error: AppError) -> None:
-        """End the app with this error. For any thread."""
+        """End the app with ``error``. Any thread can call it."""
         self.loop.fail(error)
         self._wake()
 
     def close(self, reason: str) -> None:
-        """End the life. ``reason``: why no impulse is accepted any more, for hooks that still send."""
+        """End the app's parts. ``reason``: told to hooks that still send impulses."""
         self._watchdog.stop()
         self.dispatcher.outbox.impulses.close(reason)
         if self._effects is not None:

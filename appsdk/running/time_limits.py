@@ -96,7 +96,7 @@ class Watchdog:
                 faulthandler.dump_traceback_later(2 * self._limit_s + 1, exit=True)
 
     def check(self) -> None:
-        """Check once what runs: report it, or end the process, if it is time for that."""
+        """Check the current handler once: report it, or end the process, if it takes too long."""
         self._check_query()
         handling, now_s = self._current_handling(), self._clock_s()
         since_check_s, self._checked_s = now_s - self._checked_s, now_s
@@ -131,7 +131,7 @@ class Watchdog:
             self._end(EXIT_FAILED)
 
     def _check_query(self) -> None:
-        """End the process, after a report, if an unlogged query does not return: no logged message must be blamed.
+        """End the process, after a report, if an unlogged query does not return, so that no logged message is blamed.
 
         An embedded app can't report, and must not end its process."""
         limit = self._query_limit
@@ -152,7 +152,7 @@ class Watchdog:
 
 
 QUERY_LIMIT_S = 30.0  # of one query: for this time the handlers, and their callers, stand still
-GRACE_S = 10.0  # after that, until the process ends
+GRACE_S = 10.0  # after the limit, until the process ends
 
 _raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
@@ -197,7 +197,7 @@ class QueryLimit:
                     pass
 
     def check(self, *, is_debugged: bool = False) -> bool:
-        """End a query that takes too long; called at intervals. Return True if it does not return: end the process."""
+        """Interrupt a query that takes too long; called at intervals. Return True if the process must end instead."""
         with self._lock:
             if self._since_s is None:
                 return False
@@ -220,14 +220,14 @@ class QueryLimit:
 T = TypeVar("T")
 
 ENCODING_LIMIT_S = 120.0  # 1 GiB is encoded in 3 s
-AGAIN_S = 1.0  # if the code catches the exception and continues
+SIGNAL_INTERVAL_S = 1.0  # of further signals, if the code catches the exception and continues
 
 
 class _TakesTooLong(BaseException):
     pass
 
 
-def limited(encode: Callable[[], T]) -> T:
+def limit_encoding_time(encode: Callable[[], T]) -> T:
     """Run ``encode`` and return its result. Raises StateError if it takes too long, and what it raises."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
@@ -239,7 +239,7 @@ def limited(encode: Callable[[], T]) -> T:
             raise _TakesTooLong
 
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, ENCODING_LIMIT_S, AGAIN_S)
+    signal.setitimer(signal.ITIMER_REAL, ENCODING_LIMIT_S, SIGNAL_INTERVAL_S)
     try:
         return encode()
     except _TakesTooLong:

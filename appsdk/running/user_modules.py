@@ -33,7 +33,7 @@ from types import CodeType, ModuleType
 from typing import Any
 from zipimport import zipimporter
 
-from immortal.appsdk.calls.user_code import is_own, is_users
+from immortal.appsdk.calls.user_code import is_sdk_file, is_users_module
 from immortal.appsdk.errors import DefinitionError, LoadError
 from immortal.appsdk.types.registry import current_module
 from immortal.protocol.errors import ImmortalError
@@ -89,7 +89,7 @@ def explain(error: ImmortalError, cls: type | None = None) -> str:
     with contextlib.suppress(OSError, TypeError, SyntaxError):  # there is no source
         if cls is None:
             for frame, line in traceback.walk_tb(error.__traceback__):
-                if not is_own(frame.f_code.co_filename):
+                if not is_sdk_file(frame.f_code.co_filename):
                     file, number = frame.f_code.co_filename, line
         elif isinstance(error, DefinitionError):
             file, number = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)[1]
@@ -216,7 +216,7 @@ def sources_of(cls: type) -> dict[str, tuple[str, bytes]]:
     top = cls.__module__.partition(".")[0]
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if name != "__main__" and file.endswith(".py") and is_users(top, name, os.path.abspath(file)):
+        if name != "__main__" and file.endswith(".py") and is_users_module(top, name, os.path.abspath(file)):
             place = name.replace(".", "/")
             place += "/__init__.py" if hasattr(module, "__path__") else ".py"
             with contextlib.suppress(OSError):
@@ -270,7 +270,7 @@ class UserCode(MetaPathFinder):
         if spec is None or spec.loader is None or not spec.origin:
             return spec
         is_code = self._is_in_code(spec.origin)
-        if is_code or is_users(self._top, fullname, spec.origin):
+        if is_code or is_users_module(self._top, fullname, spec.origin):
             self._is_used |= is_code
             self._load_from_source(fullname, spec)
         return spec

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Literal, NoReturn, cast
 
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES, datetime_of
-from immortal.appsdk.calls.user_code import ControlFlowSignal, inherited_context, is_own, mark_interrupts
+from immortal.appsdk.calls.user_code import ControlFlowSignal, inherited_context, is_sdk_file, mark_interrupts
 from immortal.appsdk.errors import AppError, UsageError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.running.local_app import LocalApp
@@ -582,6 +582,6 @@ def raise_user_error(failure: ImmortalError) -> NoReturn:
 def _users_own(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame on that is not the SDK's."""
     found = trace
-    while found is not None and is_own(found.tb_frame.f_code.co_filename):
+    while found is not None and is_sdk_file(found.tb_frame.f_code.co_filename):
         found = found.tb_next
     return found or trace

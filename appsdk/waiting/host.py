@@ -16,7 +16,7 @@ from immortal.appsdk.calls.codec import ArgumentCodec, encode_value
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import answer_of, encode_failed, failure_of, reference, verdict_on
 from immortal.appsdk.calls.outbox import Send, encode_call, make_writer
-from immortal.appsdk.calls.user_code import describe_arguments, handed_to, handler_failed, is_user_failure
+from immortal.appsdk.calls.user_code import context_of_owner, describe_arguments, handler_failed, is_user_failure
 from immortal.appsdk.errors import HandlerError, StateError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition, Peer, Peers
@@ -437,7 +437,7 @@ class HandlerRuns:
         verdict = self.verdicts.get(key)
         if verdict is None or not verdict.skips:
             try:
-                return handed_to(context).run(self.run_handler, handler, arguments)
+                return context_of_owner(context).run(self.run_handler, handler, arguments)
             except HandlerError as error:
                 if error.failure is None:
                     raise

@@ -15,7 +15,7 @@ import msgspec
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import encode_call, make_writer
-from immortal.appsdk.calls.user_code import handed_to
+from immortal.appsdk.calls.user_code import context_of_owner
 from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest, EffectRunner, encodable
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, Cron, Handler, Period
@@ -277,7 +277,7 @@ class Effect(Operation):
         self.variables: contextvars.Context | None = None
 
     def _start(self) -> None:
-        self.variables = handed_to(self.task.instance_name)
+        self.variables = context_of_owner(self.task.instance_name)
         self.encoded = self.function.encode_arguments(self._arguments)
         self._arguments = ()
         self.detail = crc64(self.encoded)

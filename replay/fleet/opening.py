@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from immortal.appsdk.calls.user_code import is_user_failure, is_users
+from immortal.appsdk.calls.user_code import is_user_failure, is_users_module
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.runner import load
@@ -215,7 +215,7 @@ def _modules_of(app: str, code: Path) -> Iterator[None]:
     hidden = {
         name: module
         for name, module in list(sys.modules.items())
-        if name != "__main__" and is_users(top, name, os.path.abspath(getattr(module, "__file__", None) or ""))
+        if name != "__main__" and is_users_module(top, name, os.path.abspath(getattr(module, "__file__", None) or ""))
     }
     kept = {
         name: module

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Self
 
-from immortal.appsdk.ordering.groups import Ready
+from immortal.appsdk.ordering.groups import Expel
 from immortal.appsdk.ordering.machine import Ordering
 from immortal.appsdk.ordering.messages import Cancel, Scope
 from tests.helpers.ordering_world import Message, Op, Script, Step, ViolationError, World
@@ -72,7 +72,7 @@ class ExpellingWorld(World):
         machine = self.machines[name]
         while machine.actions:
             for action in machine.actions:
-                if isinstance(action, Ready):
+                if isinstance(action, Expel):
                     members = next(op.destinations for op in self.script[name] if op.kind == "expel")
                     others = tuple(one for one in members if one not in action.leaving)
                     self.changes[f"e{name}"] = others

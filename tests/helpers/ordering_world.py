@@ -17,7 +17,7 @@ import msgspec
 from immortal.appsdk.ordering.groups import State
 from immortal.appsdk.ordering.machine import Ordering, Release, RunsCommitted, Send
 from immortal.appsdk.ordering.messages import Commit, Propose
-from immortal.appsdk.ordering.send_queue import Held, Run, Sending, Waiting
+from immortal.appsdk.ordering.send_queue import Held, Run, SendQueue, Waiting
 
 Step = tuple[str, str, str]  # ("op", instance, "") or ("arrive", sender, receiver)
 
@@ -64,7 +64,7 @@ class World:
     machines: dict[str, Ordering] = field(default_factory=dict)
     channels: dict[tuple[str, str], list[object]] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
-    sending: dict[str, Sending] = field(default_factory=dict)
+    sending: dict[str, SendQueue] = field(default_factory=dict)
     run_labels: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     delivered: dict[str, list[str]] = field(default_factory=dict)
     visible: set[str] = field(default_factory=set)
@@ -149,7 +149,7 @@ class World:
 
     def join(self, name: str, machine: Ordering, waiting: list[Waiting] | None = None) -> None:
         self.machines[name] = machine
-        self.sending[name] = Sending(machine, lambda held: self.leave(name, held), waiting)
+        self.sending[name] = SendQueue(machine, lambda held: self.leave(name, held), waiting)
 
     def put(self, sender: str, receiver: str, message: object) -> None:
         self.channels.setdefault((sender, receiver), []).append(message)

@@ -13,7 +13,7 @@ from immortal.appsdk.ordering.groups import QueuedRun, Sent
 from immortal.appsdk.ordering.machine import Key, Ordering
 from immortal.appsdk.ordering.messages import Timestamp
 from immortal.appsdk.ordering.multicasts import Multicasts
-from immortal.appsdk.ordering.send_queue import Sending
+from immortal.appsdk.ordering.send_queue import SendQueue
 from immortal.coordinator.core.errors import DivergenceError
 from tests.helpers import causal_runs
 from tests.helpers.effort import effort
@@ -46,13 +46,13 @@ def test_plain_calls_and_multicasts_are_never_heard_before_their_causes() -> Non
     assert pairs > 1000 * CAUSAL_SEEDS / 2
 
 
-def _without_own(*arguments: Any, own_name: str) -> Sending:
-    return Sending(*arguments)
+def _without_own(*arguments: Any, own_name: str) -> SendQueue:
+    return SendQueue(*arguments)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "first"),  # the last: as in BUGS below
-    [(Outbox, "_order", lambda outbox, batch: None, 28), (multicasts, "Sending", _without_own, 0)],
+    [(Outbox, "_order", lambda outbox, batch: None, 28), (multicasts, "SendQueue", _without_own, 0)],
 )
 def test_inversions_are_found(
     owner: object, name: str, broken: object, first: int, monkeypatch: pytest.MonkeyPatch

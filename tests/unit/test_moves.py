@@ -124,7 +124,7 @@ def test_rows_move_and_calls_find_them(env: Environment) -> None:
 
 @pytest.mark.parametrize("order", range(2))
 def test_calls_stay_in_order_while_ranges_move(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "STEP", (500, 2000, 1 << 18))
+    monkeypatch.setattr(moves, "GIVE_LIMITS", (500, 2000, 1 << 18))
     with Environment(order=order) as env:
         carts, shop, wide = env.start(Cart, "carts", shards=2), env.start(Shop, "shop"), env.start(WideShop, "wide")
         sent = 0
@@ -225,7 +225,7 @@ def test_rows_come_from_an_older_version(env: Environment) -> None:
 
 
 def test_a_large_range_comes_in_parts(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "STEP", (1024, 7, 500))
+    monkeypatch.setattr(moves, "GIVE_LIMITS", (1024, 7, 500))
     carts = env.start(Cart, "carts", shards=2)
     names = [name for name in map(str, range(20_000)) if blocks(3)[range_of(name)] == 3 and range_of(name) > 4090]
     for name in names:

@@ -630,12 +630,12 @@ def hang() -> Any:
 @pytest.mark.usefixtures("_own_alarm")
 def test_a_hook_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StateError, match="has not come to its end within") as caught:
-        time_limits.limited(hang)
+        time_limits.limit_encoding_time(hang)
     assert caught.value.takes_too_long
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-    assert time_limits.limited(lambda: 7) == 7
+    assert time_limits.limit_encoding_time(lambda: 7) == 7
     with an(Purse) as (env, purse):
-        purse._node.local_app.dispatcher.bound_encoding(time_limits.limited)  # type: ignore[union-attr]
+        purse._node.local_app.dispatcher.limit_encoding(time_limits.limit_encoding_time)  # type: ignore[union-attr]
         sends(env, purse, 1)
         with monkeypatch.context() as changed:
             changed.setattr(Purse, "checkpoint", lambda self: hang())

@@ -34,10 +34,10 @@ class TooManyCalls(ClientError):  # noqa: N818 (what happened, not what is wrong
 
 
 class RequestCalls:
-    """Calls of one request. ``idempotency_key``: of the request, with all that separates it from others; or None.
+    """Calls of one request. ``idempotency_key``: unique key of the request; None if it has none.
 
     ``trace_context``: of the request, or "". ``declared``: exceptions of the calls that their handlers declare.
-    ``misfits``: errors for arguments that no handler takes.
+    ``misfits``: errors for arguments that do not fit the handler.
     """
 
     def __init__(self, idempotency_key: str | None, trace_context: str = "") -> None:
@@ -48,7 +48,7 @@ class RequestCalls:
         self._counts: Counter[str] = Counter()
 
     def key(self, service: str) -> str | None:
-        """Return the key of the next call: the same if the request is repeated, and of no other call.
+        """Return a unique key for the next call; a repeated request gets the same keys again.
 
         The key does not cover the method: a different call in its place, caused by another body, is refused.
         """
@@ -103,12 +103,12 @@ class RequestClient:
         return self._calls.key(self._service.name) or self._client().new_key()
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """Return what starts a call, and asks for it: start, status, result, cancel."""
+        """Return the client's method ``name``: start, status, result or cancel."""
         return lambda *arguments: self._await_call(lambda: getattr(self._client(), name)(*arguments))
 
 
 class _NotedMethod:
-    """Method that notes errors for misfitting arguments, to separate them from errors of the web server's code."""
+    """Method that notes errors for unsuitable arguments, to distinguish them from errors of the web server's code."""
 
     def __init__(self, method: Method, calls: RequestCalls) -> None:
         self._method = method

@@ -133,7 +133,7 @@ class Cluster(Immortal, roles=ROLES):
         """Take results of a worker, and return more tasks of one function. ``limits``: the number of tasks that it
         wants, by function.
 
-        ``life``: of the batch of the results, from their run. Returns None if there is nothing to do (see ``idle``), or
+        ``life``: of the batch, as given with the tasks. Returns None if there is nothing to do (see ``idle``), or
         the worker has asked for nothing and is still at work.
         """
         self._note_contact(worker)
@@ -222,7 +222,7 @@ class Worker(msgspec.Struct):
 
 class Dispatch(msgspec.Struct):
     """State of a cluster. ``time_ns``: the time that it has listened. At most BEAT_S count between two messages, so its
-    down time makes no worker silent. ``ended_contents``: of the batches in ``ended``.
+    down time makes no worker silent. ``ended_contents``: contents of the batches in ``ended``.
     """
 
     batches: dict[str, Batch] = {}
@@ -249,7 +249,7 @@ class Dispatch(msgspec.Struct):
     # --- ventilators -------------------------------------------------------------------------------------------------
 
     def begin(self, name: str, function: str, collector: str, cluster: str, *, again: bool = False) -> Begun:
-        """Begin a new batch, or return to the one of that name. ``again``: begin a new one if that has ended.
+        """Begin a new batch, or continue the batch ``name``. ``again``: begin a new one if that has ended.
         ``cluster``: this cluster's name.
 
         Raises BatchError, BatchConflict.
@@ -307,7 +307,7 @@ class Dispatch(msgspec.Struct):
         return batch.collector if is_new else None
 
     def _check_life(self, name: str, life: Life | None) -> None:
-        """Check that a message is for this batch, not an earlier one of its name. Raises BatchConflict."""
+        """Check that a message is for the batch ``life``, not an earlier one with its name. Raises BatchConflict."""
         known = self.batches[name].contents if name in self.batches else self.ended_contents.get(name)
         if known is not None:
             known.check_life(name, life)
@@ -317,7 +317,7 @@ class Dispatch(msgspec.Struct):
         self.ended_contents.pop(name, None)
 
     def batch(self, name: str) -> Batch:
-        """Return the batch. Raises BatchError."""
+        """Return the open batch ``name``. Raises BatchError."""
         try:
             return self.batches[name]
         except KeyError:
@@ -334,15 +334,15 @@ class Dispatch(msgspec.Struct):
         return known
 
     def apply_results(self, worker: str, response: Response, life: Life | None = None) -> list[Response]:
-        """Process a worker's results and return the new ones; none for an ended batch. ``life``: of the batch, from the
-        worker's run.
+        """Process a worker's results and return the new ones; none for an ended batch. ``life``: of the batch, as the
+        worker got it with its tasks.
 
         Raises BatchError.
         """
         batch = self.batches.get(response.batch)
         known = self.workers[worker]
         if batch is None or life not in (None, batch.life):
-            return []  # of an ended batch, or an earlier one of the name
+            return []  # results of an ended batch, or of an earlier one with this name
         new = batch.apply_results(response)
         if known.lease is not None and known.lease.batch == response.batch:
             piece = known.lease.piece
