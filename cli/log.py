@@ -325,7 +325,7 @@ def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, ye
                 f"remove 'log_key' from {registry.path(name)} first: the next start would add the key again"
             )
         _confirm(yes, f"from here on, anybody with write access to the log of {name} can forge records")
-        own_logs.forget_key(settings)
+        own_logs.remove_authentication(settings)
     _show_key(settings, as_json)
 
 

@@ -33,7 +33,7 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
     given = given_options(options)
     if "app_send_mode" in given and "app_send_port" not in given:
         raise click.UsageError("--app-send-mode needs --app-send-port")
-    settings = registry.register(name, keyed=True, **given)
+    settings = registry.register(name, with_log_key=True, **given)
     keys.create(settings.folder)
     own_logs.OwnLogs(settings.folder).create()
     made = ""

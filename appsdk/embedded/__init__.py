@@ -222,7 +222,7 @@ def _settings(registry: Registry, name: str, given: dict[str, Any]) -> InstanceS
                 f"{registry.path(name)} has its settings"
             )
         return registry.load(name)
-    return registry.register(name, given.pop("peer", PEER_DEFAULT), keyed=True, **given)
+    return registry.register(name, given.pop("peer", PEER_DEFAULT), with_log_key=True, **given)
 
 
 def _name_of(cls: type) -> str | None:

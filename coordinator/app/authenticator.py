@@ -45,7 +45,7 @@ UNAUTHENTICATED_MAX = 64  # largest number of pending connections, each with a d
 _NEW_EACH_START = "a coordinator makes a new one at each start"
 _NO_HELLO = "it began with something else than a Challenge or a Hello"
 _STRANGERS = "the app's socket"  # kind of the notices that strangers can cause, for the rate limit
-_NO_COMMITTER_ID = 1  # the committer ID of a refusal: a stranger learns nothing of the log
+_NO_COMMITTER_ID = 1  # in the records of this handshake, so that a stranger does not learn the real committer ID
 
 
 class _PendingConnection(Struct):
@@ -59,7 +59,7 @@ class _PendingConnection(Struct):
 
 
 class AppAuthenticator:
-    """Authenticator of an instance's app: admits the connection that proves to know ``secret``.
+    """Authenticator of an instance's app: admits a connection that proves that it knows ``secret``.
 
     ``epoll``: watches the pending connections. ``allow_secret``: also admit an app that sends the secret in its Hello.
     """

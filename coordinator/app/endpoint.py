@@ -71,9 +71,9 @@ REOPEN_NS = 1_000_000_000
 class AppEndpoint:
     """Socket endpoint of the app, one app at a time: turns its traffic into events, and the core's effects into bytes.
 
-    Each turn calls :meth:`process` once, and :meth:`flush` after each batch of effects. Unless the settings ask for no
-    proof, the core learns of a connection only after it was authenticated. The app's sockets are registered with
-    ``epoll``; all others share one descriptor there (an epoll of their own), so that no turn checks each of them.
+    Each turn calls :meth:`process` once, and :meth:`flush` after each batch of effects. The core learns of a connection
+    only after it was authenticated, unless the settings say ``app_auth = "none"``. The app's sockets are registered
+    with ``epoll``; all others share one descriptor there (an epoll of their own), so that no turn checks each of them.
     """
 
     def __init__(self, settings: InstanceSettings, log: Notices, epoll: select.epoll) -> None:
@@ -85,7 +85,7 @@ class AppEndpoint:
         epoll.register(self._accept_epoll.fileno(), select.EPOLLIN)
         self._listeners = [AppListener(settings, log, self._accept_epoll)]
         self._secret = b""
-        self._instance: InstanceSettings | None = None  # the one that this follower has taken over
+        self._instance: InstanceSettings | None = None  # instance that this follower has taken over
         self._reopen_due_ns: int | None = None  # time of the next try to listen at its addresses
         self._authenticator: AppAuthenticator | None = None
         self._app: AppConnection | None = None
@@ -156,8 +156,8 @@ class AppEndpoint:
 
     def next_deadline_ns(self) -> int | None:
         listeners_ns = [listener.next_deadline_ns() for listener in self._listeners]
-        gate_ns = None if self._authenticator is None else self._authenticator.next_deadline_ns()
-        self._accept_due_ns = due_ns = earliest(*listeners_ns, gate_ns, self._reopen_due_ns)
+        proof_ns = None if self._authenticator is None else self._authenticator.next_deadline_ns()
+        self._accept_due_ns = due_ns = earliest(*listeners_ns, proof_ns, self._reopen_due_ns)
         return due_ns
 
     def is_due(self, now_ns: int) -> bool:

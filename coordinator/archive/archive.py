@@ -87,9 +87,9 @@ class Archive:
         return [(moment, stored_s) for (moment, _), (_, stored_s) in zip(found, listed, strict=True)]
 
     def follow(self, cached: dict[int, tuple[Moment, str]]) -> list[Moment]:
-        """Return all moments; do not read those in ``cached`` again (by number, with their manifests' digests).
+        """Return all moments, and update ``cached`` (moments with their manifests' digests, by number).
 
-        The newest is always read: it shows if another archive has taken the place. ``cached`` is updated.
+        Only the newest and those that are not cached are read; the newest shows if another archive replaced this one.
         """
         numbers = self.numbers()
         names = [moment_name(number) for number in numbers if number not in cached or number == numbers[-1]]
@@ -104,7 +104,7 @@ class Archive:
     def put_moment(self, moment: Moment) -> str | None:
         """Store a moment; return its manifest's digest, None if another moment has its number. Raises StoreError."""
         name, data = moment_name(moment.number), encode_moment(moment)
-        # After a lost answer the store is asked again: then the moment that is there is our own.
+        # If an answer is lost, the write is repeated: then the moment that exists already is our own.
         if self.objects.put_new(name, data) or self.objects.get(name) == data:
             return digest(data)
         return None
@@ -279,8 +279,8 @@ def _check(place: Place, moment: Moment, identity: LogIdentity, keys: Sequence[L
         raise LogError(f"what came back of {moment.instance!r} has records {found[0]} to {found[1]}, and was removed")
 
 
-_IN_SEGMENTS = ("records", "record_seals")
-_IN_CHECKPOINTS = ("checkpoints", "chunks", "outputs")
+_SEGMENT_TABLES = ("records", "record_seals")
+_CHECKPOINT_TABLES = ("checkpoints", "chunks", "outputs")
 _Rows: TypeAlias = list[tuple[bytes, bytes]]
 _RowsOf: TypeAlias = Callable[[Part], list[PackedRow]]
 
@@ -313,19 +313,19 @@ class ArchivedView(View):
         return None
 
     def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]:
-        if table != "records":  # of a log with a key, the seal of the record before the first is in the state
+        if table != "records":  # in an authenticated log, the state has the seal of the record before the first
             rows = self._tables.get(table, [])
             yield from rows[bisect_left(rows, (first,)) :]
-        if table in _IN_SEGMENTS:
+        if table in _SEGMENT_TABLES:
             for at, segment in enumerate(self._segments):
                 if SEQUENCE_KEY.pack(segment.last_sequence_id) >= first:
                     rows = self._records(at).get(table, [])
                     yield from (row for row in rows if row[0] >= first and self._is_kept(row[0]))
-        if table in _IN_CHECKPOINTS:
+        if table in _CHECKPOINT_TABLES:
             yield from self._checkpoints.scan(table, first)
 
     def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
-        if table not in _IN_SEGMENTS:
+        if table not in _SEGMENT_TABLES:
             rows = [row for row in self.scan(table) if last is None or bytes(row[0]) <= last]
             yield from reversed(rows)
             return
@@ -346,7 +346,7 @@ class ArchivedView(View):
 
 
 class _CheckpointRows:
-    """Rows of a moment's checkpoints. Remembers the last keys of each part read, so that no part is read in vain."""
+    """Rows of a moment's checkpoints. Keeps the last keys of each part, and skips parts without the wanted rows."""
 
     def __init__(self, checkpoints: Sequence[ArchivedCheckpoint], rows_of: _RowsOf) -> None:
         self._parts = [part for checkpoint in checkpoints for part in checkpoint.parts]

@@ -1,7 +1,7 @@
 """Log backend that reads an archive as a log: ``s3://BUCKET/PATH#INSTANCE``, and the same for other stores.
 
-The environment has the credentials of stores, and KEY_FILE_VARIABLE there names the file with the secret key. So
-neither is part of a URL, which settings, plans and errors show.
+The environment has the credentials of stores, and KEY_FILE_VARIABLE there names the file with the secret key. Neither
+is part of a URL, since settings, plans and errors show URLs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ArchiveReader(ReadBackend):
     def _newest(self) -> ArchivedView:
         try:
             moments = self._archive.follow(self._cached)
-        except DamagedObjectError:  # or another archive has taken the place
+        except DamagedObjectError:  # the cause can be another archive that replaced this one: read all of it
             self._cached.clear()
             moments = self._archive.follow(self._cached)
         if not moments:
@@ -77,7 +77,7 @@ class ArchiveReader(ReadBackend):
 
 
 class ArchivePlace(Place):
-    """Location of an archive, which can only be read as a log. ``scheme``: the store's."""
+    """Location of an archive, which can be read as a log, but not written. ``scheme``: the URL scheme of its store."""
 
     is_shared = True
 
@@ -103,8 +103,8 @@ class ArchivePlace(Place):
         if self._instance:
             return None
         with _translated_errors():
-            there = self._store()
-            return [name for name in there.folders() if _is_name(name) and Archive(there.below(name)).numbers()]
+            store = self._store()
+            return [name for name in store.folders() if _is_name(name) and Archive(store.below(name)).numbers()]
 
     def open_reader(self, instance_name: str | None) -> ArchiveReader:
         with _translated_errors():

@@ -1,7 +1,7 @@
 """Schema of all settings of an instance, and a view of the schema as a list of settings.
 
-Each setting is checked when a file is read, and is written back. It has a row in the table of
-docs/reference/settings.md. One with a single value is an option of 'immortal register'. A new setting: one more field.
+Each setting is checked when a file is read, and can be written to a file. It has a row in the table of
+docs/reference/settings.md. A setting with a single value is an option of 'immortal register'. To add one, add a field.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from immortal.protocol.limits import (
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """One setting, as the schema defines it. ``type``: its type without None. ``about``: values for the keys that
+    """Setting, as the schema defines it. ``type``: its type without None. ``about``: properties with the keys that
     :mod:`coordinator.config.values` lists. ``least``, ``most``: the range of a number.
 
     ``default`` is NODEFAULT if the setting is required, or its default is computed.
@@ -117,7 +117,7 @@ class Setting(Struct, frozen=True, kw_only=True):
         read = self.about.get("read")
         try:
             return read(value) if read else convert(value, Annotated[(self.type, *self.checks)])
-        except ValueError as error:  # that of msgspec is one
+        except ValueError as error:  # msgspec's ValidationError is a ValueError
             own = str(error) if isinstance(error, WrongValueError) else ""
             raise WrongValueError(own or self.expected) from None
 
@@ -156,7 +156,7 @@ def setting_of(type_: Any, name: str = "", default: Any = NODEFAULT) -> Setting:
 
 @functools.cache
 def settings_of(schema: type[Struct]) -> Mapping[str, Setting]:
-    """Return the settings of ``schema`` by name, in its order."""
+    """Return the settings of ``schema`` by name, in the order of its fields."""
     found = {}
     for struct_field in structs.fields(schema):
         default = struct_field.default if struct_field.default_factory is NODEFAULT else struct_field.default_factory()
@@ -227,7 +227,7 @@ _LogSize = Annotated[int, whole(1, 1 << 30, "MiB")]
 
 
 class InstanceSettings(Struct, frozen=True, kw_only=True):
-    """Settings of one instance. A field without doc() is in no file."""
+    """Settings of one instance. A field without doc() is not in its settings file."""
 
     name: str
     folder: Path  # of its runtime files, and of its log unless ``log`` says otherwise
@@ -424,7 +424,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         Mapping[str, PublicKeys], doc("Public keys of clients that are not registered, by name.")
     ] = field(default_factory=dict)
 
-    # of the restricted callers in ``allow``, by name: what they may call
+    # what each restricted caller in ``allow`` may call, by its name
     permissions: Mapping[str, Permission] = field(default_factory=dict)
 
     @property
@@ -448,7 +448,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def files_place(self) -> str:
-        """Folder or URL of the store of its files."""
+        """Folder or URL where the contents of the instance's stored files are kept."""
         return self.file_store or str(self.folder.parent.absolute() / FILES_FOLDER_NAME)
 
     @property
@@ -469,7 +469,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     def app_unix_address(self) -> str | None:
         """Address ``unix:PATH`` of the app's Unix socket: the one set, or app.sock in the folder; None without one.
 
-        There is none with two ports, nor for a client of the base protocol, which has one port and no proof.
+        None also with two ports, or if the app is a client of the base protocol, which uses one TCP port without proof.
         """
         if self.app_socket is not None:
             return self.app_socket

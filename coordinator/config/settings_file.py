@@ -23,13 +23,13 @@ from immortal.protocol.safe_output import did_you_mean
 
 
 class Source(Struct, frozen=True):
-    """Settings file with its text, from which errors take line numbers; "": no text."""
+    """Settings file and its text, in which the line numbers for errors are found; "": errors have no line numbers."""
 
     path: Path
     text: str = ""
 
     def place(self, key: str, table: str = "") -> str:
-        """Return the file and line that set ``key`` of ``table``, or else those of the table."""
+        """Return the file and line that set ``key`` of ``table``; without such a line, those of the table."""
         line = line_of(self.text, key, table)
         if line is None and table:
             parent, _, last = table.rpartition(".")
@@ -56,7 +56,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], Source]:
 
 
 def read_table(source: Source, schema: type[Struct], values: Mapping[str, Any], table: str = "") -> dict[str, Any]:
-    """Check ``values`` of a table against ``schema``; return them as attributes. Raises ConfigError."""
+    """Check a table's ``values`` against ``schema``; return the attributes for ``schema``. Raises ConfigError."""
     settings = settings_of(schema)
     for key in values:
         if key not in settings:
@@ -133,7 +133,7 @@ def default_app_auth(app_send_port: int | None) -> AppAuth:
 
 
 def _conflicts(given: Mapping[str, Any], source: Source) -> Iterator[str]:
-    """Yield why settings do not go together."""
+    """Yield an error text for each conflict between settings."""
     if both := given.get("peer_keys", {}).keys() & given.get("client_keys", {}).keys():
         field = source.field(min(both), "client_keys")
         yield f"{field}: it stands under [peer_keys] too; a name is an instance's or a client's"
@@ -187,7 +187,7 @@ def _conflicts(given: Mapping[str, Any], source: Source) -> Iterator[str]:
         )
 
 
-# --- places in errors -------------------------------------------------------------------------------------------------
+# --- lines in errors --------------------------------------------------------------------------------------------------
 
 
 def _dotted(table: str, key: str) -> str:
@@ -237,8 +237,8 @@ def override(settings: InstanceSettings, **changes: object) -> InstanceSettings:
 
 
 def file_values(attributes: Mapping[str, object]) -> dict[str, Any]:
-    """Convert ``attributes`` of InstanceSettings to the form of a settings file. Omit None if the file has no word
-    for it."""
+    """Convert ``attributes`` of InstanceSettings to the form of a settings file, which has no None: omit it, or use the
+    setting's word for it."""
     known = settings_of(InstanceSettings)
     values = {key: known[key].in_file(value) if key in known else value for key, value in attributes.items()}
     return {key: value for key, value in values.items() if value is not None}
@@ -270,14 +270,14 @@ def _values(settings: InstanceSettings, *, log: str | None) -> dict[str, Any]:
 
 
 def settings_text(settings: InstanceSettings, *, log: str | None) -> str:
-    """Return the text of a settings file. Defaults are left out, ``log`` too when it is None."""
+    """Return the text of a settings file, without settings that have their defaults; ``log`` None: without ``log``."""
     import tomlkit  # here: few commands write settings
 
     return tomlkit.dumps(_values(settings, log=log))
 
 
 def text_with(text: str, field: str, value: str) -> str:
-    """Return the settings file's ``text`` with one ``field`` set to ``value``, and all else as it was written."""
+    """Set one ``field`` to ``value`` in the settings file's ``text``; return the new text, unchanged elsewhere."""
     import tomlkit
 
     document = tomlkit.parse(text)
@@ -293,7 +293,7 @@ def text_with(text: str, field: str, value: str) -> str:
 
 
 def text_with_allow(text: str, allow: Mapping[str, Permission]) -> str:
-    """Return the settings file's ``text`` with ``allow`` set, as a table, and all else as it was written."""
+    """Set the table ``allow`` in the settings file's ``text``; return the new text, unchanged elsewhere."""
     import tomlkit
 
     document = tomlkit.parse(text)
@@ -317,7 +317,7 @@ def _permission_value(permission: Permission) -> object:
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
-    """Replace the contents of ``path`` by ``data``, wholly or not at all, and sync it. Raises OSError.
+    """Replace the contents of ``path`` by ``data``, completely or not at all, and sync it to the disk. Raises OSError.
 
     Its folder must exist. By default only its owner can read it.
     """

@@ -66,12 +66,12 @@ class Machine:
             ev.CheckpointOffered: components.snapshot_receiver.checkpoint_offered,
             ev.StandbyCheckpointRequested: components.snapshot_sender.checkpoint_requested,
             ev.ChunkOffered: components.snapshot_sender.chunk_offered,
-            ev.LogLoaded: self._was_read(self._log_loaded),
-            ev.CheckpointChecked: self._was_read(self._checkpoint_checked),
-            ev.CheckpointChunkRead: self._was_read(components.record_feeder.checkpoint_chunk_read),
-            ev.RecordsRead: self._was_read(components.record_feeder.records_read),
-            ev.SpilledRead: self._was_read(components.peers.outbound.spilled_read),
-            ev.LettersRead: self._was_read(components.operator.letters_read),
+            ev.LogLoaded: self._noting_read(self._log_loaded),
+            ev.CheckpointChecked: self._noting_read(self._checkpoint_checked),
+            ev.CheckpointChunkRead: self._noting_read(components.record_feeder.checkpoint_chunk_read),
+            ev.RecordsRead: self._noting_read(components.record_feeder.records_read),
+            ev.SpilledRead: self._noting_read(components.peers.outbound.spilled_read),
+            ev.LettersRead: self._noting_read(components.operator.letters_read),
             ev.TailRead: self._tail_read,
             ev.Fenced: self._fenced,
             ev.LogMeasured: self._log_measured,
@@ -85,9 +85,9 @@ class Machine:
     # --- a turn ------------------------------------------------------------------------------------------------------
 
     def handle(self, events: Sequence[ev.Event], now_ns: int) -> Sequence[Effect]:
-        """Handle ``events``, in order; above all give the app the record that it waits for. Return the effects.
+        """Handle ``events``, in order. Return the effects; they can already give the app its next record.
 
-        A turn (driver/turn.py) is this, :meth:`advance` and :meth:`settle`; a driver can do other work in between.
+        A turn (driver/turn.py) calls handle(), :meth:`advance` and :meth:`settle`; it can do other work in between.
         ``now_ns``: the instance's time (core/clock.py), ns since the Unix epoch. A ClockMoved event announces each step
         of the time.
         """
@@ -132,7 +132,7 @@ class Machine:
         if self.components.failover.has_work:
             self.components.failover.advance()
             self.components.record_feeder.feed()
-            self.components.failover.advance()  # this may have brought the app to the point where it follows
+            self.components.failover.advance()  # with the records just fed, the app may have caught up with the log
         else:
             self.components.record_feeder.feed()
         if self.components.snapshot_sender.has_work:
@@ -259,8 +259,8 @@ class Machine:
             f"acknowledged is lost, and nothing more of this coordinator counts",
         )
 
-    def _was_read(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return ``handle`` with a step before it that notes an answered read; the answer may end the log's silence."""
+    def _noting_read(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return a handler that notes that the log has answered a read, then calls ``handle``."""
         log_requests = self.state.log_requests
 
         def read(event: Any) -> None:

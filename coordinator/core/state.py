@@ -1,4 +1,4 @@
-"""Shared state of the machine. All components hold it; each docstring says what its component changes."""
+"""State that the machine's components share. The docstring of each component says which part of it that changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from immortal.protocol.trailer import BatchSource
 
-CHECKPOINTS_IN_ONE_PLACE_MAX = 2  # of two kept ones, both must be new before old records can be removed
+CHECKPOINTS_PER_RECORD_MAX = 2  # the log keeps two checkpoints: old records can be removed once both are new
 
 
 class CoreState:
@@ -30,7 +30,7 @@ class CoreState:
     ``now_ns``: instance time (core/clock.py) of the current turn, ns since the Unix epoch. ``effects``: in the order in
     which the driver must carry them out; the list object stays the same.
 
-    ``epoch``: the last one in the log. It rises with each app that connects, so receivers can recognize frames of an
+    ``epoch``: the last epoch in the log. It rises with each app that connects, so receivers can recognize frames of an
     earlier epoch. ``frame_epoch``: the epoch of the frames that are sent, once a session has restored its streams.
     """
 
@@ -66,9 +66,9 @@ class CoreState:
         self.accepting = False  # new input is accepted: this process writes the log, and is not stopping
         self.following = False  # another process writes the log: the app's outputs are not sent
         self.catching_up = False  # a replay makes messages again: receivers may have more than it has made yet
-        self.outputs_held = False  # until what replaces a cut's losses, or a taken-back message, is durable
+        self.outputs_held = False  # nothing is sent: what replaces lost or taken-back messages is not durable yet
         self.last_verdict_ticket = 0  # commit of the last verdict: what the app sends after the verdict waits for it
-        self.awaits_replies = True  # something is held up until a receiver answers
+        self.awaits_replies = True  # work waits until a receiver answers
         self.trim_ticket = 0  # commit after which acknowledged spilled outputs can be removed from the log; 0: none
 
         self.timers = Timers(self)
@@ -83,7 +83,7 @@ class CoreState:
         self._answers.append((ticket, answer))
 
     def committed(self, ticket: int) -> None:
-        """Give the answers that waited for commits up to ``ticket``."""
+        """Send the operators' answers that waited for commits up to ``ticket``."""
         while self._answers and self._answers[0][0] <= ticket:
             self.effects.append(self._answers.popleft()[1])
 
@@ -97,8 +97,8 @@ class CoreState:
         return taken
 
     def begin_epoch(self, *, ahead: int = 1) -> int:
-        """Begin a new epoch, ``ahead`` of the last one. Return the commit to wait for: it comes after everything that
-        the last app sent."""
+        """Begin the epoch that is ``ahead`` above the last one. Return the ticket of the commit to wait for: it comes
+        after everything that the last app sent."""
         group = self.log.append_outside_record(0)
         self.epoch += ahead
         self.epoch_began_ns = self.now_ns
@@ -165,8 +165,8 @@ class Versions:
         """Start a replay at this checkpoint; the replay passes the versions that began after it."""
         self._upcoming = deque(after_checkpoint(self.starts, header))
 
-    def continues_with(self, start: VersionStart, fed_sequence_id: int) -> bool:
-        """Add a version that has begun in a followed log. False if the old version got its records."""
+    def add_followed(self, start: VersionStart, fed_sequence_id: int) -> bool:
+        """Add a version that began in the followed log; return False if the old version already got its records."""
         if fed_sequence_id > start.sequence_id:
             return False
         self._upcoming.append(start)
@@ -181,7 +181,7 @@ class Versions:
         return min(self._upcoming[0].sequence_id, target_sequence_id) if self._upcoming else target_sequence_id
 
     def version_starts_after(self, fed_sequence_id: int) -> bool:
-        """Return True if another version begins after this record."""
+        """Return True if the next version begins after this record or an earlier one."""
         return bool(self._upcoming) and fed_sequence_id >= self._upcoming[0].sequence_id
 
     def pop_next(self) -> VersionStart:
@@ -284,7 +284,7 @@ class LogCapacity:
         if self._requested_at != fed_sequence_id:
             self._requested_at, self._request_count = fed_sequence_id, 0
         self._request_count += 1
-        return self._request_count <= CHECKPOINTS_IN_ONE_PLACE_MAX
+        return self._request_count <= CHECKPOINTS_PER_RECORD_MAX
 
 
 def _mib_text(size_bytes: int) -> str:

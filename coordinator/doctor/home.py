@@ -1,4 +1,4 @@
-"""Findings about a home: permissions, wrong settings, names without logs, logs without names, stale sockets."""
+"""Findings about a home: permissions, wrong settings, instances without logs, logs without instances, stale sockets."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def findings_of(registry: Registry, name: str) -> Iterator[Finding]:
 
 
 def _command(settings: InstanceSettings, verb: str, *options: str) -> str:
-    """Return an `immortal` command line for an instance, to be pasted. It names the home if that is no default."""
+    """Return an `immortal` command line for an instance, to paste; it has --home unless the home is the default."""
     home, usual = settings.folder.parent, os.environ.get(HOME_VARIABLE) or HOME_DEFAULT
     is_usual = "://" in usual or home.absolute() == Path(usual).absolute()
     return shlex.join(["immortal", *([] if is_usual else ["--home", str(home)]), verb, settings.name, *options])
@@ -221,8 +221,8 @@ def _check_running(settings: InstanceSettings) -> Iterator[Finding]:
 def is_stale(path: Path) -> bool:
     """Return True if ``path`` is a Unix socket at which nobody listens.
 
-    A socket that the kernel lists has a listener: it is not connected to, since the listener would take that for a
-    stranger's connection. For an unlisted one a connection is tried: a process of another network namespace can listen.
+    If the kernel lists the socket, somebody listens; no connection is tried, since the listener would report it as a
+    stranger's. Else a connection is tried, as a process of another network namespace can listen.
     """
     if f" {path}\n".encode() in _bound_sockets():
         return False
@@ -248,7 +248,7 @@ def _bound_sockets() -> bytes:
 
 
 def _check_short_sockets() -> Iterator[Finding]:
-    """Check the folder that all homes of this user share: it has the sockets whose own folder has too long a path."""
+    """Check the folder that all homes of this user share, for sockets whose path would be too long elsewhere."""
     folder = SHORT_FOLDERS / f"immortal-{os.geteuid()}"
     try:
         status = folder.lstat()

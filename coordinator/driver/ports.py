@@ -1,9 +1,9 @@
-"""Ports of a driver: the app, the peers, the log, the clock, and the host; and plain ports for worlds in memory.
+"""Ports of a driver: interfaces to the app, the peers, the log, the clock and the host; and plain ports for tests.
 
-A method that takes an effect (core/effects.py) has the duty of that effect. In service the ports use sockets, files and
-threads; in the simulation, simulated ones.
+A method that takes an effect (core/effects.py) must do what that effect says. In service the ports use sockets, files
+and threads; in the simulation, simulated ones.
 
-A plain port does the least that its duty allows; a world overrides it if it needs more.
+A plain port works in memory and does as little as its interface allows; a test or the simulation overrides the rest.
 """
 
 from __future__ import annotations
@@ -134,13 +134,13 @@ class HostPort(Protocol):
 
 
 def answer(store: LogStore, request: ef.StoreRead) -> ev.Event:
-    """Return the answer of ``store`` to its writer's request ``request``; LogFailed if it can't be read."""
+    """Read what ``request`` asks for from ``store``; return the event that answers it, LogFailed if that fails."""
     try:
         match request:
             case ef.LoadLog(with_clients):
                 return ev.LogLoaded(store.summary(), store.clients() if with_clients else None)
             case ef.CheckCheckpoint(header):
-                return ev.CheckpointChecked(header.checkpoint_id, problem_of(store, header))
+                return ev.CheckpointChecked(header.checkpoint_id, checkpoint_problem(store, header))
             case ef.ReadCheckpointChunk(checkpoint_id, index):
                 return ev.CheckpointChunkRead(store.read_checkpoint_chunk(checkpoint_id, index))
             case ef.ReadRecords(first_sequence_id, size_bytes_max, session):
@@ -155,30 +155,32 @@ def answer(store: LogStore, request: ef.StoreRead) -> ev.Event:
 
 
 def failed(error: LogError, request: ef.Write | ef.Read | None) -> ev.LogFailed:
-    """Return the answer of a log that could not carry out a request."""
+    """Return the event that tells the machine that the log could not carry out ``request``."""
     return ev.LogFailed(error, isinstance(error, LogUnavailableError), request)
 
 
-class Chunks(Protocol):
+class ChunkReader(Protocol):
     """Log whose checkpoints can be read."""
 
     def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes: ...
 
 
-def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[], bool] = lambda: False) -> str | None:
-    """Check ``header``'s checkpoint; return what is wrong with it, or None if every byte of its blob is right.
+def checkpoint_problem(
+    store: ChunkReader, header: CheckpointHeader, is_cancelled: Callable[[], bool] = lambda: False
+) -> str | None:
+    """Check the checkpoint of ``header``; return what is wrong with it, or None if every byte of its blob is right.
 
-    Read its outputs as well, while this log is open: the caller may need them after it is closed.
-    ``is_given_up``: called before each chunk; true if the answer is no longer needed. Raises LogUnavailableError.
+    Also read its outputs while the log is open: the caller may need them after the log is closed. ``is_cancelled``:
+    called before each chunk; True if nobody needs the answer any more. Raises LogUnavailableError.
     """
     size_bytes = check = index = 0
     while size_bytes < header.size_bytes:
-        if is_given_up():
+        if is_cancelled():
             return "nobody waited until it was read"
         try:
             chunk = store.read_checkpoint_chunk(header.checkpoint_id, index)
         except LogUnavailableError:
-            raise  # this says nothing about the checkpoint
+            raise  # the checkpoint may still be right
         except LogError as error:
             return str(error)
         if not chunk:
@@ -211,7 +213,7 @@ def _letters(store: LogStore, keys: Sequence[MessageKey]) -> ev.LettersRead:
 
 
 def ignore(self: object, /, *effect: Any, **options: Any) -> None:
-    """Do nothing, as any method of a plain port."""
+    """Do nothing: the body of the methods that a plain port does not need."""
 
 
 class PlainApp:
@@ -244,7 +246,7 @@ class PlainLog:
         self.store = store
         self.inbox = inbox
         self.jobs: deque[ef.Write] = deque()
-        self._ticket = 0  # of the last append that was done
+        self._ticket = 0  # ticket of the last commit that was done
 
     def acquire(self, effect: ef.AcquireWriteLease) -> None:
         self.inbox.append(ev.WriteLeaseGranted(1))
@@ -271,7 +273,7 @@ class PlainLog:
         return ev.ChunkWritten(len(job.data))
 
 
-class SetClock:
+class ManualClock:
     """Clock that stays at ``time_ns`` (ns since the Unix epoch) until it is set, and never sends a Tick."""
 
     wake_at = ignore

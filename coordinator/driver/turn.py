@@ -1,7 +1,7 @@
 """Driver: the only interpreter of a machine's effects; it sets the order of the work in a turn.
 
-A turn gives the machine all events that have arrived, and carries out its effects. First the app gets its record, since
-it waits for it. Replies to peers come later, since a peer waits less for them. Small commits are done once everything
+A turn gives the machine all events that have arrived, and carries out its effects. First the app gets its record: it is
+idle without one. Replies to peers come later, since a peer is seldom idle without them. Small commits follow when all
 else is under way, and their results are handled in the same turn. Work that can wait comes last.
 """
 
@@ -23,7 +23,7 @@ class Driver:
     """Drives ``machine`` through its ports.
 
     ``inbox``: events in their order of arrival; any port can append to it, also during a turn. ``observer``: gets each
-    effect before it is carried out; an exception of it ends the turn there, as a crash would.
+    effect before it is carried out; an exception that it raises ends the turn there, as a crash would.
     """
 
     def __init__(

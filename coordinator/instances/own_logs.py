@@ -1,10 +1,10 @@
 """Logs that this home created: a list of them, their keys, and the refusal of pickled states of other logs.
 
-<home>/counter/keys/log_key     a key in hex on each line, the one in use first; mode 0600, in a folder of mode 0700
-<home>/counter/keys/own_logs    a log on each line: "committer ID, when it was made in ns", and "authenticated" if it is
+<home>/counter/keys/log_key     a key in hex on each line, the current one first; mode 0600, in a folder of mode 0700
+<home>/counter/keys/own_logs    a log on each line: its committer ID, its creation time in ns, "authenticated" if it is
 
-So a log that somebody put in the place of the instance's own one is recognised, and an authenticated log cannot be
-replaced by one without authentication.
+So a log that replaced the instance's own log is recognised, and no log without authentication can replace an
+authenticated one.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def refuse_pickle_in(
             )
 
 
-# In an instance's folder: what queries made of its log (immortal.pipeline.sql.parquet_cache).
+# In an instance's folder: Parquet files for SQL queries on its log (immortal.pipeline.sql.parquet_cache).
 COLUMNS_FOLDER_NAME = "columns"
-FOLDER_NAME = "keys"  # with the pairs of immortal.coordinator.peers.keys
+FOLDER_NAME = "keys"  # it also has the key pairs of immortal.coordinator.peers.keys
 KEY_FILE_NAME = "log_key"
 OWN_LOGS_FILE_NAME = "own_logs"
 _AUTHENTICATED = "authenticated"
@@ -78,13 +78,13 @@ HOLDER_REFRESH_S = 1.0  # between look-ups of the holder's name, which read a li
 
 
 def had_log(settings: InstanceSettings) -> bool:
-    """Return True if a log of this instance was created in this home: a registration makes an empty list."""
+    """Return True if this home created a log of this instance. (After its registration the list of logs is empty.)"""
     path = settings.folder / FOLDER_NAME / OWN_LOGS_FILE_NAME
     return path.exists() and path.stat().st_size > 0
 
 
 class OwnLogs:
-    """List of the logs created here for one instance, in a file. ``folder`` is the instance's."""
+    """List of the logs that this home created for one instance, in a file. ``folder``: the instance's folder."""
 
     def __init__(self, folder: Path) -> None:
         """Read the file. Raises LogKeyError if it cannot be read."""
@@ -140,7 +140,7 @@ class OwnLogs:
             f"{committer_id} {created_ns}{f' {_AUTHENTICATED}' if authenticated else ''}\n"
             for (committer_id, created_ns), authenticated in self._logs.items()
         ]
-        _write_secretly(self.path, "".join(lines))
+        _write_private(self.path, "".join(lines))
         self.is_kept = True
 
 
@@ -170,7 +170,7 @@ def read_keys(settings: InstanceSettings) -> tuple[LogKey, ...]:
 def add_key(settings: InstanceSettings) -> tuple[LogKey, ...]:
     """Create a new key and use it; older keys stay for the copies that need them. Raises LogKeyError."""
     keys = (LogKey.new(), *read_keys(settings))
-    _write_secretly(key_path(settings), "".join(f"{key.secret.hex()}\n" for key in keys))
+    _write_private(key_path(settings), "".join(f"{key.secret.hex()}\n" for key in keys))
     return keys
 
 
@@ -212,9 +212,9 @@ def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogSt
 
 
 def adopt_log(settings: InstanceSettings, store: RowLogStore, *, trust_pickle: bool) -> None:
-    """Add ``store`` to the instance's own logs, since a coordinator begins to write it.
+    """Add the log of ``store`` to the instance's own logs, since a coordinator begins to write it.
 
-    Raises PickleRefusedError if it was no own log and holds a state written by pickle, unless ``trust_pickle``.
+    Raises PickleRefusedError if it was not listed and has a state written by pickle, unless ``trust_pickle``.
     """
     own = OwnLogs(settings.folder)
     if not (own.has(store.identity) or trust_pickle):
@@ -270,24 +270,24 @@ def verify(settings: InstanceSettings) -> LogVerification:
 
 
 def accept(settings: InstanceSettings) -> LogKey:
-    """Authenticate the log's present contents with the key in use, since a person trusts them. Raises LogError."""
+    """Authenticate the log's present contents with the current key, on an operator's order. Raises LogError."""
     keys = read_keys(settings) or add_key(settings)
     with contextlib.closing(open_log_folder(place_of(settings), settings.name, keys=keys, accept=True)) as store:
         OwnLogs(settings.folder).add(store.identity, authenticated=True)
     return keys[0]
 
 
-def forget_key(settings: InstanceSettings) -> None:
+def remove_authentication(settings: InstanceSettings) -> None:
     """Remove the authentication of the log; the keys stay. Raises LogError."""
     with contextlib.closing(open_log_folder(place_of(settings), settings.name, accept=True)) as store:
         OwnLogs(settings.folder).forget_authentication()
-        store.forget_key()
+        store.remove_authentication()
 
 
 class InstanceLog:
     """Access to the log of ``settings``.
 
-    ``trust_pickle``: it can come from another home, with states written by pickle.
+    ``trust_pickle``: allow states written by pickle even if another home created the log.
     """
 
     def __init__(self, settings: InstanceSettings, log: Notices, *, trust_pickle: bool) -> None:
@@ -297,7 +297,7 @@ class InstanceLog:
         self._place = place_of(settings)
         self._reader: LogReader | None = None  # the last one
         self._holder = "another process"  # last known name
-        self._named_s: float | None = None  # time of the last lookup
+        self._looked_up_s: float | None = None  # time of the last look-up of the holder
 
     @property
     def is_shared(self) -> bool:
@@ -343,10 +343,10 @@ class InstanceLog:
     def holder(self) -> str | None:
         """Return a description of the process that writes the log; None: no process does."""
         if not self._place.is_live():
-            self._named_s = None
+            self._looked_up_s = None
             return None
-        if self._named_s is None or time.monotonic() - self._named_s >= HOLDER_REFRESH_S:
-            self._named_s = time.monotonic()
+        if self._looked_up_s is None or time.monotonic() - self._looked_up_s >= HOLDER_REFRESH_S:
+            self._looked_up_s = time.monotonic()
             self._holder = self._place.holder() or self._holder
         return self._holder
 
@@ -365,7 +365,7 @@ def _is_authenticated(settings: InstanceSettings) -> bool:
         return reader.marker is not None
 
 
-def _write_secretly(path: Path, text: str) -> None:
+def _write_private(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, text.encode(), mode=0o600)

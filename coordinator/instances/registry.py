@@ -91,7 +91,7 @@ class Registry:
         self.home = shared_registry.folder_of(home)
         self.copy = shared_registry.copy_of(self.home)
         self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
-        self._values: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # as written
+        self._values: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # file's version, unchecked values
         self._are_modes_checked = False  # the folder's modes were checked
 
     def path(self, name: str) -> Path:
@@ -120,7 +120,7 @@ class Registry:
             return [file for file in os.listdir(self.home) if not file.startswith(".")]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except OSError as error:  # too many open files, say
+        except OSError as error:  # for example, too many open files
             raise RegistryError(f"the registry folder {self.home} cannot be read: {error.strerror}") from None
 
     def load(self, name: str) -> InstanceSettings:
@@ -146,14 +146,14 @@ class Registry:
         """Return the endpoint of the coordinator of ``name``. Raises UnknownInstanceError, ConfigError."""
         return self.load(name).peer
 
-    def register(self, name: str, peer: str, *, keyed: bool = False, **given: Any) -> InstanceSettings:
+    def register(self, name: str, peer: str, *, with_log_key: bool = False, **given: Any) -> InstanceSettings:
         """Register a new instance and write its settings file. `*` as the port of ``peer`` takes a free one.
 
-        ``given``: other settings, as attributes of InstanceSettings or as in a file; None stands for the file's word
-        for it, or else for the default. "*" or 0 as ``app_port`` or ``app_send_port`` takes a free port. None does so
-        for ``app_port`` if the other settings need a port (two ports, another host, a client of the base protocol).
-        ``log`` is relative to the working directory. ``keyed``: a log in a folder gets a key, unless ``given`` names
-        one. (A log elsewhere is for other machines too, and they would lack its key.)
+        ``given``: other settings, as attributes of InstanceSettings or as in a file; None means the file's word for it,
+        such as "never", or else the default. "*" or 0 as ``app_port`` or ``app_send_port`` takes a free port; so does
+        None as ``app_port`` if other settings need one (two ports, another host, a client of the base protocol).
+        ``log`` is relative to the working directory. ``with_log_key``: a log in a folder gets a key, unless ``given``
+        names one. (A log in a database gets none: other machines use it too, and would lack the key.)
 
         Raises ConfigError for a wrong value, RegistryError if the name is taken.
         """
@@ -173,7 +173,7 @@ class Registry:
                 values["log"] = os.path.abspath(split_url(values["log"])[1])
             elif "log" in values:
                 values["log"] = log_of_instance(values["log"], name)
-            if keyed and is_in_folder(values.get("log", "")):
+            if with_log_key and is_in_folder(values.get("log", "")):
                 values.setdefault("log_key", LOG_KEY_FILE)
             settings = check_settings(values, name, path)
             peer_address = split_tcp(settings.peer)
@@ -248,7 +248,7 @@ class Registry:
         """Store ``app`` ("module:Class") as the last app of ``name``."""
         check_app(app)
         if (known := self.load(name)).app == app:
-            return known  # true at most starts: concurrent ones then need no lock
+            return known  # so at most starts, which then need no lock
         import tomlkit  # noqa: F401  # before the lock is taken, since its loading takes long
 
         with self.locked():
@@ -257,7 +257,7 @@ class Registry:
     def remember_log(self, name: str, log: str) -> InstanceSettings:
         """Store ``log``, a path or a URL, as the log of ``name`` from its next start on.
 
-        Raises RegistryError if it is another instance's.
+        Raises RegistryError if it is the log of another instance.
         """
         with self.locked():
             self._refuse_shared_log(name, log)
@@ -322,7 +322,7 @@ class Registry:
         finally:
             os.close(descriptor)
 
-    def _written(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _unchecked_values(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the values of each settings file unchecked, which is fast even for a thousand files."""
         for name in self.names():
             with contextlib.suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
@@ -333,7 +333,7 @@ class Registry:
 
     def _find_used_ports(self) -> set[int]:
         ports: set[int] = set()
-        for _, values in self._written():
+        for _, values in self._unchecked_values():
             given = [values.get(key) for key in ("app_port", "app_send_port")]
             ports.update(port for port in given if isinstance(port, int))
             address = split_tcp(str(values.get("peer", "")))
@@ -343,7 +343,7 @@ class Registry:
 
     def _refuse_shared_log(self, name: str, log: str) -> None:
         real, home = _real_path(log), os.path.realpath(self.home)
-        for other, values in self._written():
+        for other, values in self._unchecked_values():
             written = values.get("log")
             others = f"{home}/{other}/log"
             if isinstance(written, str):
@@ -363,14 +363,14 @@ def _real_path(log: str) -> str:
 
 def write_text(path: Path, text: str, mode: int = PUBLIC_FILE_MODE) -> None:
     """Write one of the registry's shared files, to the database if there is one. Raises SharedHomeError, OSError."""
-    if not _share(path, text):
+    if not _write_shared(path, text):
         write_atomically(path, text.encode(), mode=mode)
         notify_coordinators(path)
 
 
 def remove_file(path: Path) -> None:
     """Remove one of the registry's shared files, from the database if there is one. Raises as :func:`write_text`."""
-    if not _share(path, None):
+    if not _write_shared(path, None):
         path.unlink(missing_ok=True)
         notify_coordinators(path)
 
@@ -385,7 +385,7 @@ def notify_coordinators(path: Path) -> None:
             os.utime(path.parent.parent)
 
 
-def _share(path: Path, text: str | None) -> bool:
+def _write_shared(path: Path, text: str | None) -> bool:
     """Write ``path`` to the database if its folder is a copy of one, else return False. ``text`` None: remove it."""
     is_settings = path.suffix == ".toml"
     home = path.parent if is_settings else path.parent.parent
@@ -460,8 +460,8 @@ def _any_ports() -> Iterator[int]:
 
 
 def _shuffled(ports: range) -> list[int]:
-    """Return some of ``ports`` in random order, by the system's generator: two processes with equal seeds of their own
-    generators would try the same ports."""
+    """Return some of ``ports`` in random order. The system's generator draws them: processes that seed their own
+    generator equally would try the same ports."""
     return _RANDOM.sample(ports, min(len(ports), _PORT_TRIES_MAX))
 
 

@@ -20,7 +20,7 @@ from immortal.coordinator.log.backend import Append, Backend, Finding, Row, Seve
 from immortal.coordinator.log.checkpoints import checkpoint_spans
 from immortal.coordinator.log.format import META_AUTHENTICATED, SEQUENCE_KEY
 from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_row, meta_value, verify_value
-from immortal.coordinator.log.open import Log, open_reader, place_of, unlocked
+from immortal.coordinator.log.open import Log, open_reader, place_of, with_encryption
 from immortal.coordinator.log.reader import LoggedValue, LogReader
 from immortal.coordinator.log.rows import Changes
 from immortal.coordinator.log.sealer import seal_after
@@ -84,7 +84,7 @@ class LogCutter:
         The rest of an authenticated log stays authenticated with the same key; the removed part is not authenticated.
         Raises LogError; then the log is unchanged.
         """
-        with contextlib.closing(unlocked(self._place, self._place.open_locked(self._instance_name))) as backend:
+        with contextlib.closing(with_encryption(self._place, self._place.open_locked(self._instance_name))) as backend:
             backend.flush()
             with backend.view() as view:
                 checkpoint_ids = cut_checkpoint_ids(view, plan.sequence_id)

@@ -60,7 +60,7 @@ def place_of(log: Log) -> Place:
 
 @functools.cache
 def backend_of(scheme: str) -> type[Place]:
-    """Return the class of places with this scheme. Raises LogError."""
+    """Return the backend's class for logs with this URL scheme. Raises LogError."""
     known = BACKENDS.get(scheme) or ARCHIVES.get(scheme)
     if known is not None:
         module, _, name = known.partition(":")
@@ -148,8 +148,8 @@ def open_log(
 ) -> RowLogStore:
     """Open a log for writing.
 
-    ``keys``: possible keys, the current one first; a log with another of them gets the current one. ``adopt``: give the
-    key to a log without one, as it is. ``accept``: give it to any log, on an operator's order.
+    ``keys``: possible keys, the current one first; a log with an older one of them gets the current one. ``adopt``:
+    authenticate a log that has no key, as it is. ``accept``: authenticate any log, on an operator's order.
 
     Raises LogKeyError (no key for it, or none in it), ForgedLogError (written without the key), LogFormatError (no log,
     not a log, truncated, newer format), LogLockedError, LogIdentityError, DamagedLogError.
@@ -165,14 +165,14 @@ def _store(
 ) -> RowLogStore:
     """Return a store that owns the backend; close the backend if that fails."""
     try:
-        return RowLogStore(unlocked(place, backend), keys, adopt=adopt, accept=accept)
+        return RowLogStore(with_encryption(place, backend), keys, adopt=adopt, accept=accept)
     except BaseException:
         backend.close_uncleanly()
         raise
 
 
-def unlocked(place: Place, backend: Backend) -> Backend:
-    """Return ``backend``, or, if its log is encrypted, one over it that encrypts and decrypts. Raises LogKeyError."""
+def with_encryption(place: Place, backend: Backend) -> Backend:
+    """Wrap ``backend`` in one that encrypts and decrypts, if its log is encrypted. Raises LogKeyError."""
     if backend.identity.is_encrypted:
         from immortal.coordinator.log import encryption
 

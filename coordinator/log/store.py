@@ -140,7 +140,7 @@ class RowLogStore(LogStore):
         self._authenticate(macs)
         self.backend.mark_end(macs.mark)
 
-    def forget_key(self) -> None:
+    def remove_authentication(self) -> None:
         """Remove the log's authentication on disk. Close the store afterwards."""
         from immortal.coordinator.log import sealer
 

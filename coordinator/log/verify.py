@@ -37,7 +37,9 @@ _CUT_OFF = "an operator cut off the records between"
 
 
 class StreamPositions:
-    """Check of the positions in a log's trailers, given in order. ``cuts``: sequence IDs at which the log was cut."""
+    """Checker that the positions of each stream are consecutive from record to record.
+
+    ``cuts``: sequence IDs at which an operator cut off the log's end."""
 
     def __init__(self, cuts: Iterable[int] = ()) -> None:
         self._expected: dict[str, int] = {}  # by source
@@ -63,7 +65,7 @@ class StreamPositions:
             self._cut_sources.discard(source)
             if expected is None or batch.first_position == expected:
                 continue
-            message = f"{place}: {_text(source)} continues at position {batch.first_position}, expected {expected}"
+            message = f"{place}: {_label(source)} continues at position {batch.first_position}, expected {expected}"
             if behind_cut and batch.first_position > expected:
                 yield Finding(Severity.NOTE, place, f"{message}: {_CUT_OFF}")
             elif batch.first_position == 1:
@@ -82,7 +84,7 @@ class StreamPositions:
             if position == expected - 1 or (source.startswith(CLIENTS) and source not in sources):  # forgotten
                 continue
             table = "clients" if source.startswith(CLIENTS) else "sources"
-            message = f"{_text(source)}: table {table!r} says {position}, the trailers end at {expected - 1}"
+            message = f"{_label(source)}: table {table!r} says {position}, the trailers end at {expected - 1}"
             if source in self._cut_sources and position >= expected:
                 yield Finding(Severity.NOTE, table, f"{message}: {_CUT_OFF}")
             elif position == 0 and source in sources:
@@ -91,21 +93,18 @@ class StreamPositions:
                 yield Finding(Severity.FATAL, table, f"{message}: messages would be lost or executed twice")
 
     def _pass_cuts(self, sequence_id: int) -> None:
-        """Let each stream jump ahead once after a cut: the removed messages count as received."""
+        """Note the cuts up to a record: each stream may jump ahead once, as the removed messages count as received."""
         while self._cuts and self._cuts[0] <= sequence_id:
             self._cuts.pop(0)
             self._cut_sources = set(self._expected)
 
 
-def _text(source: str) -> str:
+def _label(source: str) -> str:
     if source == IMPULSES:
         return "the impulses to oneself"
     if source.startswith(CLIENTS):
         return f"the requests of client {source[len(CLIENTS) :]!r}"
     return f"the stream from {source!r}" if source else "the stream from oneself"
-
-
-# The check of a whole log: what is damaged, where, and what that means for recovery.
 
 
 class LogVerification(Struct):
@@ -115,8 +114,8 @@ class LogVerification(Struct):
     instance_name: str | None = None
     lock_held: bool = False  # by the caller, so no coordinator writes the log
     keys: Sequence[LogKey] | None = None  # keys to try; None: authenticity is not checked
-    must_be_authentic: bool = False  # True: it was authenticated before
-    authenticity: str = ""  # as a text
+    must_be_authentic: bool = False  # the log was authenticated before
+    authenticity: str = ""  # whether the log is authentic, as a text for people
     identity: LogIdentity | None = None
     records_checked: int = 0
     size_bytes_checked: int = 0
@@ -126,8 +125,8 @@ class LogVerification(Struct):
     recovery_checkpoint_id: int | None = None  # the newest undamaged one: recovery starts from it
     recovery_sequence_id: int = -1
     whole_checkpoints: list[tuple[int, int]] = field(default_factory=list)  # (ID, sequence ID), oldest first
-    damaged_records: list[tuple[int, int]] = field(default_factory=list)  # first and last, missing ones as well
-    damaged: int = 0
+    damaged_records: list[tuple[int, int]] = field(default_factory=list)  # (first, last) damaged or missing record
+    damaged: int = 0  # number of findings with this severity
     fatal: int = 0
     _positions: StreamPositions = field(default_factory=StreamPositions)
 
@@ -427,7 +426,7 @@ def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | 
     by byte. A target with an encryption key gets an encrypted copy of a log that is not encrypted. Raises BackupError,
     LogError, OSError.
     """
-    _check_sound(verify_log(log, instance_name, keys=keys), f"the log of {instance_name!r}")
+    _require_undamaged(verify_log(log, instance_name, keys=keys), f"the log of {instance_name!r}")
     place = place_of(target)
     encrypts = bool(place.encryption_key)
     place.encryption_key = place.encryption_key or place_of(log).encryption_key
@@ -453,11 +452,11 @@ def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | 
                 raise BackupError(str(error)) from None
     if encrypts and mac is not None:
         open_log(place, instance_name, keys=keys or (), adopt=True).close()
-    _check_sound(verify_log(place, instance_name, keys=keys), f"the backup in {place.label}")
+    _require_undamaged(verify_log(place, instance_name, keys=keys), f"the backup in {place.label}")
     return Backup(first, last, copied, checkpoints_count)
 
 
-def _check_sound(verification: LogVerification, subject: str) -> None:
+def _require_undamaged(verification: LogVerification, subject: str) -> None:
     wrong = [str(finding.message) for finding in verification.findings() if finding.severity is not Severity.NOTE]
     if wrong:
         others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""

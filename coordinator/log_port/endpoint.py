@@ -18,7 +18,7 @@ from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.effects import Read, StoreRead, Write
 from immortal.coordinator.core.errors import LogError, LogUnavailableError, fail
 from immortal.coordinator.core.interfaces import Standby
-from immortal.coordinator.driver.ports import Offered, answer, failed, problem_of
+from immortal.coordinator.driver.ports import Offered, answer, checkpoint_problem, failed
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.log.store import RowLogStore
 from immortal.coordinator.log_port.writer import LogWriter, ReadThread
@@ -160,12 +160,12 @@ class LogEndpoint:
     def _check(self, store: RowLogStore, request: ef.CheckCheckpoint) -> ev.Event:
         reads = self._reads
 
-        def is_given_up() -> bool:
+        def is_cancelled() -> bool:
             reads.run_pending()
             return reads.closing
 
         try:
-            problem = problem_of(store, request.header, is_given_up)
+            problem = checkpoint_problem(store, request.header, is_cancelled)
         except LogUnavailableError as error:
             return failed(error, request)
         except Exception as error:  # without an answer the core would wait forever

@@ -14,7 +14,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.effects import StoreRead
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogLockedError, LogUnavailableError
-from immortal.coordinator.driver.ports import Offered, failed, problem_of
+from immortal.coordinator.driver.ports import Offered, checkpoint_problem, failed
 from immortal.coordinator.instances.own_logs import InstanceLog
 from immortal.coordinator.log.backend import StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.checkpoints import encode_offer, sealed_chunk
@@ -166,7 +166,9 @@ class LogFollower(Mailbox[ev.Event]):
         try:
             match request:
                 case ef.CheckCheckpoint(header):
-                    return ev.CheckpointChecked(header.checkpoint_id, problem_of(reader, header, lambda: self._closing))
+                    return ev.CheckpointChecked(
+                        header.checkpoint_id, checkpoint_problem(reader, header, lambda: self._closing)
+                    )
                 case ef.ReadCheckpointChunk(checkpoint_id, index):
                     return ev.CheckpointChunkRead(reader.read_checkpoint_chunk(checkpoint_id, index))
         except LogError as error:

@@ -18,8 +18,8 @@ IN_FLIGHT_SIZE_BYTES_MAX = 64 * 2**20
 PENDING_MAX = 65_536
 PENDING_SIZE_BYTES_MAX = 256 * 2**20
 
-# Distance from the sender's lowest unacknowledged ID at which a receiver refuses an ID. It bounds the replies kept for
-# each link. Above IN_FLIGHT_MAX, so that the latter can grow.
+# Receive window: a receiver refuses an ID at this distance from the sender's lowest unacknowledged ID. It bounds the
+# replies kept for each link. Above IN_FLIGHT_MAX, so that the latter can grow.
 SPAN_MAX = 8192
 
 # Links that one listening endpoint remembers; beyond it the least recently used is forgotten. Each costs about 1 KiB.
@@ -30,10 +30,10 @@ LINKS_MAX = 4096
 # runs, and one for each command that runs with its key.
 PEER_LINKS_MAX = 64
 
-# Connections of one link on which a reply is tried, the newest first; the older ones have just broken.
+# Connections of one link that are tried for a reply, the newest first: an older one has usually broken.
 ROUTES_MAX = 4
 
-# Connections remembered as already told which envelopes are known here.
+# Connections remembered, to which this side has sent the kinds of envelopes that it knows.
 NOTIFIED_ROUTES_MAX = 256
 
 # Replies kept for one link, in case they are lost in transit: beyond it the oldest is dropped, and the duplicate of its
@@ -43,13 +43,13 @@ REPLY_OVERHEAD_BYTES = 200
 PART_OVERHEAD_BYTES = 60
 
 # Replies kept for all links of one peer, or of all peers without keys: beyond it the least recently used link is
-# forgotten. Early messages, which wait for one before them, take what the replies leave of it: as much as one sender
-# may have in flight.
+# forgotten. Messages that arrive before an earlier one may use the bytes that the replies leave. The limit is as much
+# as one sender may have in flight.
 PEER_REPLIES_SIZE_BYTES_MAX = 64 * 2**20
 
-# Callbacks given with the replies of one link and not used yet: beyond it the oldest is dropped, and a sender that
-# addresses it learns that. As many as can be in flight. Each counts as one of the replies kept, with Python's overhead
-# for a function and a few variables.
+# Unused callbacks of one link: beyond it the oldest is dropped, and a sender that addresses it gets an error. As many
+# as messages can be in flight. Each counts as one of the replies kept, with Python's overhead for a function and a few
+# variables.
 CALLBACKS_MAX = 1024
 CALLBACK_OVERHEAD_BYTES = 500
 
@@ -64,13 +64,14 @@ CLIENT_QUEUED_SIZE_BYTES_MAX = 8 * 2**20
 CLIENTS_QUEUED_SIZE_BYTES_MAX = 64 * 2**20
 CLIENT_SHARE_SIZE_BYTES = 64 * 2**10
 
-# Size of a part of a message: a call may be as large as a record, and a stranger can make us reserve no more memory.
+# Size of a part of a message: as large as a record, which can be one call. It bounds the memory that a stranger can
+# make us reserve.
 PART_SIZE_BYTES_MAX = 2**30
 PARTS_MAX = 1024
 
-# Size of a message up to which the owner is not asked how large an honest sender's can be.
+# A larger message is accepted only if the messenger's owner says that an honest sender can send one.
 USUAL_SIZE_BYTES = 64 * 2**20
-RECEIVED_PARTS_MAX = PARTS_MAX + 2  # with the routing ID in front, and one too many
+RECEIVED_PARTS_MAX = PARTS_MAX + 2  # and the routing ID, and one more part, which shows that there are too many
 
 # Size of all parts of a reply together, which is sent as one part.
 REPLY_SIZE_BYTES_MAX = 255 * 2**20
@@ -82,8 +83,8 @@ IO_THREADS = 4
 # Size from which sharing a part with ZeroMQ's thread is cheaper than copying it.
 LARGE_PART_SIZE_BYTES = 32 * 1024
 
-# Messages taken from one socket before the next socket's turn, and turns in one process(). What is left makes the
-# descriptor readable again.
+# Messages read from one socket before the next socket's turn, and turns in one process(). If messages are left, the
+# descriptor stays readable.
 RECEIVED_PER_TURN_MAX = 1000
 TURNS_MAX = 16
 
@@ -134,22 +135,21 @@ RECONNECT_REFUSED_NS = 200_000_000
 # takes milliseconds.
 REBIND_NS = 2_000_000
 
-# Time before a message is sent again: if no round trip was measured yet; least time beyond a round trip, as a busy
-# process pauses; the same if the receiver reports the message as missing, while later ones have arrived.
+# Time before a message is sent again. FIRST: while no round trip was measured. MIN: at least this much longer than a
+# round trip, as a busy process pauses. GAP_MIN: the same for a message of which later ones have arrived.
 RETRANSMIT_NS_FIRST = 100_000_000
 RETRANSMIT_NS_MIN = 30_000_000
-RETRANSMIT_LIKELY_NS_MIN = 1_000_000
+RETRANSMIT_GAP_NS_MIN = 1_000_000
 
-# Time that is added for each byte in flight: at 10 MB/s. What was measured with small messages says little of large
-# ones.
+# Time that is added for each byte in flight (10 MB/s), since round trips may have been measured with small messages.
 RETRANSMIT_NS_PER_BYTE = 100
 
-# Longest delay of replies that nobody waits for, at each side: they leave with the next message to their receiver, and
-# are read with its next other input, or after this time. Twice this is below the shortest time before a message is sent
-# again.
+# Longest delay of replies that nobody waits for. They are sent with the next message to their receiver, which reads
+# them with its next other input; each side waits no longer than this. Twice this is below the shortest time before a
+# message is sent again.
 REPLY_DELAY_NS_MAX = 10_000_000
 
-# Replies that leave with one message. Their sender waits no longer when so many have gathered.
+# Delayed replies that are sent with one message: with this many, the sender waits no longer.
 PIGGYBACKED_MAX = 4
 
 # Shortest interval between two warnings about misbehaving peers.

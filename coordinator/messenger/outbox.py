@@ -10,8 +10,8 @@ hold a conversation of any number of turns.
   It doubles each time, until something is received. If the receiver answers that the reply will follow, the message's
   own delay doubles.
 - The receiver reports missing messages when a later one arrives; they are sent again after one round trip.
-- Of the rest, an unacknowledged message that has arrived is sent again: its reply is late, or lost. Each reply has the
-  ID up to which all have arrived. Of the messages after that, only the first is sent again.
+- A message that has arrived but has no reply is sent again too: its reply is late, or lost. Each reply has the ID up to
+  which all messages have arrived. Of the messages after that ID, only the first is sent again.
 - The receiver answers each retransmission at once. Until it has answered the last one, only the first message is
   sent again: so the data that waits unread for a stuck receiver is limited.
 """
@@ -69,7 +69,7 @@ class RetryPolicy(Struct, frozen=True):
 
     delay_ns_min: int = 1_000_000_000
     delay_ns_max: int = 30_000_000_000
-    jitter: float = 0.25  # the largest part of the delay that is left out, so that peers do not retry in step
+    jitter: float = 0.25  # largest share of the delay that is left out, so that peers do not all retry at once
 
     def delay_ns(self, first_ns: int, doublings: int, random_unit: float) -> int:
         """Return the delay after ``doublings`` retransmissions in vain; ``random_unit`` is from [0, 1)."""
@@ -82,13 +82,13 @@ class RetryPolicy(Struct, frozen=True):
 class RoundTrip(Struct, eq=False):
     """Round-trip time as RFC 6298 measures it, in ns: smoothed, with its mean deviation. No clock.
 
-    A message may be lost after ``timeout_ns``, or after ``likely_ns`` if one sent later has arrived.
+    A message counts as lost after ``timeout_ns``, or after ``gap_timeout_ns`` if one sent later has arrived.
     """
 
     smoothed_ns: int = 0  # 0: nothing was measured
     deviation_ns: int = 0
     timeout_ns: int = limits.RETRANSMIT_NS_FIRST
-    likely_ns: int = limits.RETRANSMIT_NS_FIRST
+    gap_timeout_ns: int = limits.RETRANSMIT_NS_FIRST
 
     def measure(self, sample_ns: int) -> None:
         """Add a sample: the time from the sending of a message to its answer."""
@@ -98,7 +98,7 @@ class RoundTrip(Struct, eq=False):
         else:
             self.smoothed_ns, self.deviation_ns = sample_ns, sample_ns // 2
         self.timeout_ns = self.smoothed_ns + max(limits.RETRANSMIT_NS_MIN, 4 * self.deviation_ns)
-        self.likely_ns = self.smoothed_ns + max(limits.RETRANSMIT_LIKELY_NS_MIN, 4 * self.deviation_ns)
+        self.gap_timeout_ns = self.smoothed_ns + max(limits.RETRANSMIT_GAP_NS_MIN, 4 * self.deviation_ns)
 
 
 class PendingMessage(Struct, eq=False):
@@ -112,17 +112,17 @@ class PendingMessage(Struct, eq=False):
     size_bytes: int
     pending: bool = True  # not acknowledged
     queued: bool = True  # waits to be sent, or sent again
-    in_flight: bool = False  # sent on the connection that there is
-    sent_before: bool = False  # on this connection or one before
-    sent_again: bool = False  # then its reply tells no round-trip time (Karn), unless it is known to be slow
+    in_flight: bool = False  # sent on the current connection
+    sent_before: bool = False  # on this connection or an earlier one
+    sent_again: bool = False  # then its reply gives no round-trip time (Karn), unless wait_ns is set
     first_sent_ns: int = 0
-    sent_ns: int = 0  # last
-    wait_ns: int = 0  # shortest time from then on before it is sent again, as it has arrived and its reply will follow
+    sent_ns: int = 0  # when it was last sent
+    wait_ns: int = 0  # the receiver announced a late reply: it is not sent again earlier than this after sent_ns
     skipped_count: int = 0  # IDs right below, acknowledged when it was first sent on that connection
 
 
 class Outbox(Struct, eq=False):
-    """Outbox of one link: its pending messages, which can be sent now, which must be sent again. No I/O."""
+    """Outbox of one link: keeps its pending messages, decides which to send now and which to send again. No I/O."""
 
     retry: RetryPolicy
     random: Callable[[], float]
@@ -134,16 +134,16 @@ class Outbox(Struct, eq=False):
     _pending: dict[int, PendingMessage] = field(default_factory=dict)
     _queue: deque[PendingMessage] = field(default_factory=deque)
     _next_id: int = 1
-    _last_sent_id: int = 0  # for the first time on this connection
-    _arrived_id: int = 0  # up to it all has arrived, as far as the receiver has reported on this connection
-    _gap_id: int = 0  # the highest reported as missing last, or sent again after that: later ones may wait for it
+    _last_sent_id: int = 0  # highest ID that was sent on this connection
+    _arrived_id: int = 0  # all messages up to it have arrived, as the receiver has reported on this connection
+    _gap_id: int = 0  # highest ID that was reported as missing, or sent again: later messages may wait for it
     _missing: set[int] = field(default_factory=set)  # reported by the receiver last, and not sent again since
     _round_trip: RoundTrip = field(default_factory=RoundTrip)
     _last_resent_ns: int = -1
     _measured_next_ns: int = 0  # one message in each round trip is measured
-    _doublings: int = 0  # of the delay, since something was received
+    _doublings: int = 0  # how often the delay was doubled since something was received
     _random_unit: float = 0.0  # jitter of doubled delays
-    _retransmitted_id: int = 0  # the last that was sent again on this connection, if it was not answered since
+    _retransmitted_id: int = 0  # last ID that was sent again on this connection; 0 once it is answered
     _retransmitted_ns: int | None = None  # when a message was sent again, with nothing received since
     _silences: int = 0  # connections in a row that were given up with nothing received
 
@@ -304,7 +304,7 @@ class Outbox(Struct, eq=False):
         """Record the IDs that have not arrived, while later ones have. They are due one round trip after sending."""
         self._missing.clear()
         self._gap_id = 0
-        likely_ns = self._round_trip.likely_ns
+        gap_timeout_ns = self._round_trip.gap_timeout_ns
         for message_id in missing_ids:
             message = self._pending.get(message_id)
             if message is None or not message.in_flight or message.queued:
@@ -313,7 +313,7 @@ class Outbox(Struct, eq=False):
                 self._arrived_id = message_id - 1
             self._gap_id = message_id
             self._missing.add(message_id)
-            self._check_at(message.sent_ns + likely_ns)
+            self._check_at(message.sent_ns + gap_timeout_ns)
 
     @property
     def silence_ns(self) -> int:
@@ -326,7 +326,7 @@ class Outbox(Struct, eq=False):
         return None if self._retransmitted_ns is None else self._retransmitted_ns + self.silence_ns
 
     def connection_lost(self) -> None:
-        """Record that the connection was given up for silence: the next one is given up later."""
+        """Record that the connection was given up for silence: on the next one a longer silence is allowed."""
         self._retransmitted_ns = None
         self._silences += 1
 
@@ -355,7 +355,7 @@ class Outbox(Struct, eq=False):
             return False
         due: list[PendingMessage] = []
         delay_ns, timed_out, is_first = self._delay_ns(), False, True
-        missing_ns = min(self._round_trip.likely_ns, delay_ns)
+        missing_ns = min(self._round_trip.gap_timeout_ns, delay_ns)
         next_check_ns: int | None = None
         for message_id in range(self.lowest_pending_id, self._in_flight_end_id):
             message = self._pending.get(message_id)
@@ -372,7 +372,7 @@ class Outbox(Struct, eq=False):
                     continue
                 due_ns = now_ns + delay_ns
             elif not message.wait_ns:
-                is_first = False  # later ones tell less
+                is_first = False  # an earlier message is in flight: to send a later one again would tell less
             if next_check_ns is None or due_ns < next_check_ns:
                 next_check_ns = due_ns
         self._queue.extendleft(reversed(due))

@@ -23,9 +23,9 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.system_methods import OTHER_MESSAGES, TIMES_TASK
 
 Metric = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
-INSTANCE = "instance_name"  # a label of all
+INSTANCE = "instance_name"  # label of every metric
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody uses
+disable_created_metrics()  # type: ignore[no-untyped-call]  # it would be a second series for each metric
 
 
 UP = "immortal_up", "1 if the coordinator answers"
@@ -34,9 +34,9 @@ NOTICES = "immortal_notices", "What was told, also where it became no line"
 
 
 class StatusMetric(Struct, frozen=True):
-    """Metric taken from the status. ``path``: that of the value in `immortal status NAME --json`; ``*`` stands for each
-    key of a mapping, which becomes ``label``. ``unit``: factor from the status's unit to the metric's. ``absent``: the
-    metric's value if the status has none; None: the metric is left out."""
+    """Metric with a value of the status. ``path``: of the value in `immortal status NAME --json`; ``*`` stands for each
+    key of a mapping, which becomes ``label``. ``counts``: it is a counter. ``unit``: factor from the status's unit to
+    the metric's. ``absent``: the metric's value if the status has none; None: no metric then."""
 
     name: str
     text: str
@@ -258,7 +258,7 @@ class NoticeMetrics:
 
 INTERVAL_S = 1.0
 PAUSE_FACTOR = 200  # pause between samples, as a multiple of the time that asking took: a status may be large
-GIVEN_POLL_S = 0.05  # while the app has not been given all durable records yet
+FEED_POLL_S = 0.05  # while durable records were not sent to the app yet
 WAIT_S_MAX = 60.0  # lifetime of a control connection; a longer wait counts as this
 METHODS_MAX = 200  # methods with a histogram of their own; all others share one
 METHOD_CHARACTERS_MAX = 200
@@ -273,11 +273,11 @@ Query = Callable[[str, object, float], Mapping[str, Any]]
 
 
 class ExecutionWait:
-    """Sampler, each second, of the time that a durable message waits until the app has executed all before it.
+    """Measures each second how long a durable message waits until the app has executed all messages before it.
 
-    To time each message would slow down each of them. Instead the app is asked a question, which it answers after all
-    messages that it got before: when the answer arrives, all messages that were durable at the time of the question are
-    executed. The question is the one for handler times, whose answer has the times of some messages
+    To time each message would slow the app down. Instead the app gets a question, which it answers after all messages
+    that it got earlier: when the answer arrives, all messages that were durable at the time of the question are
+    executed. The question asks for handler times, and the answer has the times of some messages
     (:mod:`immortal.appsdk.dispatch.events`).
 
     ``query``: asks the coordinator. ``wait(seconds)``: sleeps, and returns True when sampling must end.
@@ -326,7 +326,7 @@ class ExecutionWait:
                 if self._clock_s() - began_s >= WAIT_S_MAX:
                     self._histogram.observe(WAIT_S_MAX)
                     return WAIT_S_MAX
-                if self._wait(GIVEN_POLL_S):
+                if self._wait(FEED_POLL_S):
                     return pause_s
                 status = self._status()
             asked_s = self._clock_s()

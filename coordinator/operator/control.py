@@ -4,7 +4,7 @@ A coordinator writes <folder>/coordinator.json when it is ready to answer, and `
 when it can be told to stop and to restart (protocol/files.py). It answers at a Unix socket, <folder>/control.sock,
 to its own user and to root (immortal.coordinator.operator.control_server).
 
-Question and answer are JSON after a size of 4 bytes, little endian. Each connection has one question and its answer.
+Question and answer are JSON behind a length prefix (4 bytes, little endian). A connection has one question and answer.
 
     question {"verb": "skip", "argument": {...}}      answer: an object; {"refused": TEXT} if it refuses
 """
@@ -27,10 +27,10 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.shared_registry import last_holder
 
 QUERY_TIMEOUT_S = 5.0
-ENDING_TIMEOUT_S = 0.5  # for a process whose sockets are closed already
+ENDING_TIMEOUT_S = 0.5  # a process that ends closes its sockets before it is gone
 QUESTION_SIZE_BYTES_MAX = 32 << 10  # the longest reason for a skip, or the keys of some 2,000 dead letters
 ANSWER_SIZE_BYTES_MAX = 16 << 20  # the status of an instance with thousands of peers has some MiB
-SIZE_SIZE_BYTES = 4  # of the size in front of each
+LENGTH_PREFIX_SIZE_BYTES = 4  # size of the length prefix
 READY_VARIABLE = "IMMORTAL_READY_FD"  # a descriptor from the supervisor: a line is written to it at each "ready"
 SOCKET_FILE_NAME = "control.sock"
 _READ_SIZE_BYTES = 1 << 20
@@ -83,12 +83,12 @@ def supervisor_path(folder: Path) -> Path:
 
 
 def socket_path(folder: Path) -> Path:
-    """Return the path of the control socket on a file system that has sockets."""
+    """Return the path of the control socket, if the file system of ``folder`` can have sockets."""
     return socket_addresses.socket_path(folder, SOCKET_FILE_NAME)
 
 
-def prefix_size(data: bytes) -> bytes:
-    return len(data).to_bytes(SIZE_SIZE_BYTES, "little") + data
+def add_length_prefix(data: bytes) -> bytes:
+    return len(data).to_bytes(LENGTH_PREFIX_SIZE_BYTES, "little") + data
 
 
 # --- the coordinator's side ------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def notify_ready() -> None:
             del os.environ[READY_VARIABLE]  # the supervisor is gone, or was never there
 
 
-# --- the asking side -------------------------------------------------------------------------------------------------
+# --- the client's side -----------------------------------------------------------------------------------------------
 
 
 def running(folder: Path) -> ControlFile | None:
@@ -173,7 +173,7 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
     no_answer = f"the coordinator of {name!r} (process {found.pid}) gives no answer at {found.control}"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            data = _exchange(client, found.control, prefix_size(question), time.monotonic() + timeout_s)
+            data = _exchange(client, found.control, add_length_prefix(question), time.monotonic() + timeout_s)
     except TimeoutError:
         raise ControlError(f"{no_answer} within {timeout_s:g} s") from None
     except PermissionError:
@@ -228,9 +228,9 @@ def _exchange(client: socket.socket, place: str, question: bytes, deadline_s: fl
         if not data:
             raise EOFError(f"it closed the connection after {len(answer)} bytes")
         answer += data
-        if size_bytes is None and len(answer) >= SIZE_SIZE_BYTES:
-            size_bytes = int.from_bytes(answer[:SIZE_SIZE_BYTES], "little")
-            del answer[:SIZE_SIZE_BYTES]
+        if size_bytes is None and len(answer) >= LENGTH_PREFIX_SIZE_BYTES:
+            size_bytes = int.from_bytes(answer[:LENGTH_PREFIX_SIZE_BYTES], "little")
+            del answer[:LENGTH_PREFIX_SIZE_BYTES]
             if size_bytes > ANSWER_SIZE_BYTES_MAX:
                 raise EOFError(f"its answer has {size_bytes} bytes, at most {ANSWER_SIZE_BYTES_MAX} are expected")
     return bytes(answer)

@@ -1,7 +1,7 @@
 """Control server of a running coordinator: a Unix socket for its own user and root. Its format: operator/control.py.
 
-connected --a whole question--> asked --the answer--> answered --all of it sent--> closed
-          --anything else, or too slow-------------> closed
+connected --a complete question--> asked --the answer--> answered --all of it sent--> closed
+          --anything else, or too slow----------------> closed
 
 The kernel decides who may ask: the socket's file has mode 0600, and each connection has credentials (SO_PEERCRED). A
 secret in a file beside it would only prove that its bearer can read that file, which is the same user. Nothing here
@@ -26,12 +26,12 @@ from msgspec import Struct, field
 from immortal.coordinator.config.socket_addresses import secure_folder, short_path
 from immortal.coordinator.operator.control import (
     ANSWER_SIZE_BYTES_MAX,
+    LENGTH_PREFIX_SIZE_BYTES,
     QUESTION_SIZE_BYTES_MAX,
-    SIZE_SIZE_BYTES,
     SOCKET_FILE_NAME,
     ControlError,
     Question,
-    prefix_size,
+    add_length_prefix,
     socket_path,
 )
 from immortal.protocol import decoding
@@ -42,13 +42,13 @@ QUESTION_TIMEOUT_S = 5.0  # for a whole question
 ANSWER_TIMEOUT_S = 60.0  # from then on, until the answer is read: the change must reach the disk first
 _BACKLOG_MAX = 32  # connections that the kernel queues while we wait for a commit
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
-_NO_SOCKET_HERE = (errno.EPERM, errno.EOPNOTSUPP)  # what file systems say that have none
+_NO_SOCKETS_ERRORS = (errno.EPERM, errno.EOPNOTSUPP)  # errors of file systems that can't have sockets
 
 _decode = decoding.JsonDecoder(Question).decode
 
 
 class ControlRequest(Struct, eq=False):
-    """Request of an operator, to be answered once. ``uid`` and ``pid`` are the asking process's, from the kernel."""
+    """Request of an operator, to be answered once. ``uid``, ``pid``: of the process that asks, as the kernel says."""
 
     verb: str
     argument: bytes  # JSON
@@ -92,7 +92,7 @@ class ControlServer:
     def listen(self) -> Path:
         """Begin to listen; return the socket's path. The caller holds the lock of the log: an older file is replaced.
 
-        A folder that can have no socket, or whose path is too long for one, has it in a short folder instead
+        If the folder can't have a socket, or its path is too long for one, the socket is in a folder with a short path
         (immortal.coordinator.config.socket_addresses). Raises ControlError.
         """
         try:
@@ -100,7 +100,7 @@ class ControlServer:
             try:
                 self._listening = _listen(self._path)
             except OSError as error:
-                if error.errno not in _NO_SOCKET_HERE:
+                if error.errno not in _NO_SOCKETS_ERRORS:
                     raise
                 self._path = short_path(self._folder, SOCKET_FILE_NAME)
                 self._listening = _listen(self._path)
@@ -167,25 +167,25 @@ class ControlServer:
     def _receive(self, connection: _Connection) -> list[ControlRequest]:
         received = connection.received
         try:
-            data = connection.socket.recv(SIZE_SIZE_BYTES + QUESTION_SIZE_BYTES_MAX + 1 - len(received))
+            data = connection.socket.recv(LENGTH_PREFIX_SIZE_BYTES + QUESTION_SIZE_BYTES_MAX + 1 - len(received))
         except BlockingIOError:
             return []
         except OSError:
             data = b""
         received += data
-        size_bytes = int.from_bytes(received[:SIZE_SIZE_BYTES], "little")
+        size_bytes = int.from_bytes(received[:LENGTH_PREFIX_SIZE_BYTES], "little")
         if not data:
             self._close(connection)
-        elif len(received) < SIZE_SIZE_BYTES:
+        elif len(received) < LENGTH_PREFIX_SIZE_BYTES:
             pass
         elif size_bytes > QUESTION_SIZE_BYTES_MAX:
             problem = f"a question has at most {QUESTION_SIZE_BYTES_MAX} bytes, this one has {size_bytes}"
             self._deny(connection, f"{problem}; an 'immortal' of another version may ask in another way")
-        elif len(received) > SIZE_SIZE_BYTES + size_bytes:
+        elif len(received) > LENGTH_PREFIX_SIZE_BYTES + size_bytes:
             self._deny(connection, "there is one question in a connection, and something came behind it")
-        elif len(received) == SIZE_SIZE_BYTES + size_bytes:
+        elif len(received) == LENGTH_PREFIX_SIZE_BYTES + size_bytes:
             try:
-                question = _decode(bytes(received[SIZE_SIZE_BYTES:]))
+                question = _decode(bytes(received[LENGTH_PREFIX_SIZE_BYTES:]))
             except decoding.DecodeError as error:
                 self._deny(connection, f"the question can't be read: {error}")
             else:
@@ -209,7 +209,7 @@ class ControlServer:
         self._queue_answer(connection, json.dumps({"denied": reason}).encode())
 
     def _queue_answer(self, connection: _Connection, data: bytes) -> None:
-        connection.unsent = memoryview(prefix_size(data))
+        connection.unsent = memoryview(add_length_prefix(data))
         self._epoll.modify(connection.socket.fileno(), select.EPOLLOUT)
         self._send(connection)
 

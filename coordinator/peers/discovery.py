@@ -1,8 +1,8 @@
-"""Discovery of peers: by the instance's settings, then the registry folder, then a template.
+"""Discovery of peers' addresses: in the instance's settings, then the registry folder, then by a template.
 
-The first two can name a log that other machines reach: then the lease of the log has the endpoint of its instance. All
-sources are polled, at a limited rate, so that a peer that starts later, or at another address, is found without a
-restart. A route stays in use until another one is found.
+The first two can name a log in a database: then the lease of the log has the endpoint of its instance. All sources are
+polled, at a limited rate, so that a peer that starts later, or at another address, is found without a restart. A route
+stays in use until another one is found.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from immortal.coordinator.log_url import is_in_folder
 from immortal.protocol.errors import ImmortalError
 
 POLL_NS = 2_000_000_000  # between two polls while all is well: a few stats for each peer
-LEASE_POLL_NS = 100_000_000  # while leases are watched, which report a peer's move at once
+LEASE_POLL_NS = 100_000_000  # while leases are watched: the watcher learns of a peer's move at once
 FAST_POLL_NS = 200_000_000  # while a peer is unknown or not connected: far shorter than its restart
-UNCONNECTED_WARNING_NS = 10_000_000_000  # a peer that restarts is not worth a line
-LATE_NS = 1_000_000_000  # by which a poll can be late on a busy machine
+UNCONNECTED_WARNING_NS = 10_000_000_000  # a restart takes less time, and needs no warning
+LATE_NS = 1_000_000_000  # a poll can be late by this on a busy machine
 WARNING_REPEAT_NS = 60_000_000_000
 
 
@@ -50,8 +50,8 @@ class Discovery:
     def __init__(self, settings: InstanceSettings, registry: Registry) -> None:
         self._settings = settings
         self._registry = registry
-        self.problem = ""  # with the settings; the earlier ones stay in use
-        self.leased = LeaseWatcher()
+        self.problem = ""  # why the settings can't be read; the earlier ones stay in use
+        self.lease_watcher = LeaseWatcher()
 
     def read_settings(self) -> None:
         """Read the instance's settings again if they have changed."""
@@ -62,14 +62,14 @@ class Discovery:
             self.problem = str(error)
 
     def find(self, name: str) -> Route:
-        """Return the route to ``name``. Raises UnknownInstanceError if no source has it, ConfigError for a settings
-        file that can't be read."""
+        """Return the route to the peer ``name``. Raises UnknownInstanceError if no source has it, ConfigError for a
+        settings file that can't be read."""
         settings = self._settings
         if name in settings.peers:
             place = settings.peers[name]
             if not is_log_url(place):
                 return Route(place, Origin.SETTINGS)
-            endpoint = self.leased.endpoint(place)
+            endpoint = self.lease_watcher.endpoint(place)
             if endpoint is None:
                 raise UnknownInstanceError(f"nobody is known yet who writes the log of {name!r}, {place}")
             return Route(endpoint, Origin.LEASE)
@@ -89,21 +89,21 @@ class Discovery:
     def _from_lease(self, settings: InstanceSettings) -> str | None:
         """Return the endpoint in the lease of the instance's log; None if none is known.
 
-        A registry in the same database has it already.
+        If the registry is in the same database, its copy here has the endpoint.
         """
         copy = self._registry.copy
         if copy is None or not copy.has_log(settings.name, settings.log):
-            return self.leased.endpoint(settings.log)
+            return self.lease_watcher.endpoint(settings.log)
         endpoint = copy.endpoint(settings.name, settings.log)
         return endpoint if endpoint is not None and is_endpoint(endpoint) else None
 
     @property
     def is_notified(self) -> bool:
-        """True if leases are watched, which tell a peer's move at once."""
-        return self._registry.copy is not None or self.leased.is_used
+        """True if leases are watched, so that a peer's move is known at once."""
+        return self._registry.copy is not None or self.lease_watcher.is_used
 
     def may_be_known(self, name: str) -> bool:
-        """Return True if :meth:`find` may find a name that it did not find before; cheaper than find()."""
+        """Return True if :meth:`find` may now find the peer ``name``; cheaper than find()."""
         settings = self._settings
         return name in settings.peers or settings.peer_template is not None or self._registry.path(name).exists()
 
@@ -116,7 +116,7 @@ class _Destination(Struct):
 
 
 class Routes:
-    """Routes to the destinations that an instance calls. Clocks are monotonic, in ns."""
+    """Routes to the peers that an instance calls. Times are of a monotonic clock, in ns."""
 
     def __init__(self, discovery: Discovery, warn: Callable[[str], None]) -> None:
         self._discovery = discovery
@@ -126,7 +126,7 @@ class Routes:
         self._next_poll_ns = 0
 
     def add(self, name: str, now_ns: int) -> None:
-        """Look up ``name``, which is called, and keep a route to it from now on."""
+        """Look up the peer ``name``, which the instance calls; keep the route to it up to date from now on."""
         if name not in self._destinations:
             destination = self._destinations[name] = _Destination()
             self._look_up(name, destination)
@@ -140,7 +140,7 @@ class Routes:
     def describe(self, name: str) -> dict[str, str | None]:
         """Return the peer's ``endpoint``, ``origin``, and the ``problem`` that prevents its discovery, each or None.
 
-        A peer that is not called is looked up now.
+        A peer that the instance does not call is looked up now.
         """
         destination = self._destinations.get(name)
         if destination is None:
@@ -154,7 +154,7 @@ class Routes:
         }
 
     def names_at(self, endpoint: str) -> Iterator[str]:
-        """Return all called names whose route is ``endpoint``."""
+        """Return the names of the called peers that are reached at ``endpoint``."""
         return (
             name
             for name, destination in self._destinations.items()
@@ -162,17 +162,17 @@ class Routes:
         )
 
     def next_deadline_ns(self) -> int | None:
-        """Return the time of the next :meth:`poll`; None if nobody is called."""
+        """Return the time of the next :meth:`poll`; None if the instance calls no peer."""
         return self._next_poll_ns if self._destinations else None
 
     def close(self) -> None:
-        self._discovery.leased.close()
+        self._discovery.lease_watcher.close()
 
     def poll(self, now_ns: int, connected: Callable[[str], bool]) -> list[tuple[str, str | None]]:
         """Look up all routes again if that is due; return the names that have moved, each with its former endpoint."""
         if not self._destinations or now_ns < self._next_poll_ns:
             return []
-        late_ns = max(0, now_ns - self._next_poll_ns - LATE_NS)  # time in which this process did something else
+        late_ns = max(0, now_ns - self._next_poll_ns - LATE_NS)  # this process did not run, or was busy
         self._discovery.read_settings()
         problem = self._discovery.problem
         if problem and problem != self._warned_problem:
@@ -228,7 +228,7 @@ class Routes:
 
 
 class LeaseWatcher:
-    """Watcher of the leases of logs that other machines reach, with a thread and connection for each requested log."""
+    """Watcher of the leases of logs in databases, with a thread and a connection for each log that was asked for."""
 
     def __init__(self) -> None:
         self._watches: dict[str, EndpointWatch | None] = {}
@@ -240,11 +240,11 @@ class LeaseWatcher:
         if log not in self._watches:
             try:
                 self._watches[log] = place_of(log).watch()
-            except ImmortalError:  # no driver for it is installed: the settings tell where its instance is
+            except ImmortalError:  # the database's driver is not installed: use the endpoint in the settings
                 self._watches[log] = None
         watch = self._watches[log]
         endpoint = None if watch is None else watch.endpoint
-        return endpoint if endpoint is not None and is_endpoint(endpoint) else None  # whoever wrote it
+        return endpoint if endpoint is not None and is_endpoint(endpoint) else None  # anybody may have written it
 
     @property
     def is_used(self) -> bool:

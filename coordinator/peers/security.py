@@ -45,17 +45,17 @@ class Keyring:
         given = settings.peer_keys.get(name) or settings.client_keys.get(name)
         return given or tuple(public.key for public in self._file(name).keys)
 
-    def unexpired(self, name: str, found: tuple[str, ...], today: date) -> tuple[str, ...]:
-        """Return the keys of ``found`` that have not expired; the public file of ``name`` gives the dates."""
+    def unexpired(self, name: str, public_keys: tuple[str, ...], today: date) -> tuple[str, ...]:
+        """Return the ``public_keys`` of ``name`` that have not expired; its public file gives the dates."""
         read = self._read.get(name)
         expired = {public.key for public in read[1].keys if public.has_expired(today)} if read is not None else ()
-        return tuple(key for key in found if key not in expired) if expired else found
+        return tuple(key for key in public_keys if key not in expired) if expired else public_keys
 
     def role_of(self, settings: InstanceSettings, registered: Collection[str], name: str) -> Role:
         """Return the role of ``name`` by the settings, the registry, or its public file. Raises KeysError.
 
-        A name that has secrets in the registry folder and is no instance there is a client. If there is only a public
-        file without a role, which was copied here, its owner counts as an instance.
+        A name that has secrets in the registry folder, but no settings there, is a client. If there is only a public
+        file without a role, which somebody copied here, its owner counts as an instance.
         """
         if name in settings.client_keys:
             return Role.CLIENT
@@ -111,10 +111,10 @@ def _version(path: str) -> _Version | None:
 
 
 class PeerSecurity:
-    """Security of the messenger, kept up to date for one running instance. Clocks are monotonic, in ns.
+    """Keeps the messenger's keys and allowed callers up to date for a running instance. Times: monotonic clock, ns.
 
-    ``names_at`` returns the peers that are called at an endpoint. Raises KeysError for keys that cannot be used, and if
-    required keys are missing.
+    ``names_at``: returns the peers that are called at an endpoint. Raises KeysError for keys that cannot be used, and
+    if required keys are missing.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class PeerSecurity:
         self._keyring = Keyring(registry)
         self._own: KeyPair | None = None
         self._pairs: tuple[KeyPair, ...] = ()
-        self._known_keys: dict[str, tuple[str, ...]] = {}  # of each peer, its last keys
+        self._known_keys: dict[str, tuple[str, ...]] = {}  # last keys that were read, by peer
         self._known_roles: dict[str, Role] = {}
         self._warned: set[str] = set()
         self._warned_now: set[str] = set()
         self._next_poll_ns = 0
         self._block_reasons: dict[tuple[str, ...], str | None] = {}
-        self._last_state: tuple[object, ...] = ()  # what the last poll read, except public files
+        self._last_state: tuple[object, ...] = ()  # all that the last poll read, except public files
         self.security: Security | None = self._read_security(check_start(settings))
 
     @property
@@ -148,7 +148,7 @@ class PeerSecurity:
         return self._settings.permissions
 
     def call_size_mib_max(self) -> int:
-        """Return the largest ``rpc_limit_mb`` of this instance and those that may call it. For any thread.
+        """Return the largest ``rpc_limit_mb`` of this instance and of its allowed callers. Any thread may call it.
 
         A caller that is not registered here can have any limit; without keys, anybody may call.
         """
@@ -223,7 +223,7 @@ class PeerSecurity:
     def _find_block_reason(self, endpoint: str) -> str | None:
         if expired := [name for name in self._names_at(endpoint) if self._has_expired(name)]:
             return f"the keys of {', '.join(expired)} have expired: rotate them, and bring the public file here"
-        has_keys = bool(self._servers(endpoint))
+        has_keys = bool(self._server_keys(endpoint))
         if has_keys and self._own is not None:
             return None
         if not has_keys and (self._settings.insecure or is_local(endpoint)):
@@ -269,11 +269,11 @@ class PeerSecurity:
         for key in shared:
             self._warn_once(f"the public key {key} is given for several instances, and so let in for none")
             del callers[key]
-        return None if self._own is None else Security(self._own, callers, self._servers, roles)
+        return None if self._own is None else Security(self._own, callers, self._server_keys, roles)
 
-    def _unexpired_keys(self, name: str, found: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those keys of ``found`` that have not expired; warn if none is left."""
-        left = self._keyring.unexpired(name, found, self._today())
+    def _unexpired_keys(self, name: str, public_keys: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the ``public_keys`` of ``name`` that have not expired; warn if none is left."""
+        left = self._keyring.unexpired(name, public_keys, self._today())
         if not left:
             self._warn_once(f"the keys of {name!r} have expired: it is not let in, nor called")
         return left
@@ -296,21 +296,20 @@ class PeerSecurity:
             self._warn_once(f"the keys of {name!r} as they were stay in use: {error}")
             return self._known_keys.get(name, ())
 
-    def _servers(self, endpoint: str) -> tuple[str, ...]:
+    def _server_keys(self, endpoint: str) -> tuple[str, ...]:
         return tuple(
             key for name in self._names_at(endpoint) for key in self._known_keys.get(name) or self._keys_of(name)
         )
 
     def _warn_once(self, problem: str) -> None:
-        """Warn of a problem once, as long as it lasts."""
+        """Warn of a problem, but only once while it lasts."""
         self._warned_now.add(problem)
         if problem not in self._warned:
             self._warn(problem)
 
 
 def check_start(settings: InstanceSettings) -> tuple[KeyPair, ...]:
-    """Read the instance's own pairs. Raises KeysError for keys that cannot be used, and if required ones are
-    missing."""
+    """Read the instance's own key pairs. Raises KeysError if they can't be used, or are missing and required."""
     pairs = keys.read_pairs(settings.folder)
     if pairs or settings.insecure or is_local(settings.peer):
         return pairs
@@ -321,7 +320,7 @@ def check_start(settings: InstanceSettings) -> tuple[KeyPair, ...]:
 
 
 def insecurity_warning(settings: InstanceSettings, security: Security | None) -> str | None:
-    """Return the warning at each start of an instance that is run with ``insecure``; None for others."""
+    """Return the warning to give at the start of an instance with the setting ``insecure``; None without it."""
     if not settings.insecure:
         return None
     if security is None:

@@ -55,7 +55,7 @@ class ProjectDaemon:
     def _request_stop(self) -> None:
         before = self._stop_requests.count
         self._stop_requests.signalled()
-        if before and self._stop_requests.count > before:  # again: at once
+        if before and self._stop_requests.count > before:  # a second request: stop at once
             for member in self._members.values():
                 member.stop()
         self._reload_requested.set()
@@ -109,5 +109,5 @@ class ProjectDaemon:
     def _publish_states(self) -> None:
         """Write the states of the services, for `immortal ps` and `up`."""
         states = {name: member.state_text for name, member in self._members.items()}
-        with contextlib.suppress(OSError):  # a full disk: they ask the instances as well
+        with contextlib.suppress(OSError):  # the disk may be full: these commands ask the instances as well
             run_lock.publish(self._project.home, COMMAND, states, self._reload_count)

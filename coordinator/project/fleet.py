@@ -334,7 +334,7 @@ def register(registry: Registry, service: ServiceSpec) -> str:
     given = dict(service.settings)
     peer = given.pop("peer", PEER_DEFAULT)
     if service.name not in registry.names():
-        settings = registry.register(service.name, peer, keyed=True, app=service.app, **given)
+        settings = registry.register(service.name, peer, with_log_key=True, app=service.app, **given)
         keys.create(settings.folder)
         own_logs.OwnLogs(settings.folder).create()
         return f"registered, peers at {settings.peer}"

@@ -43,7 +43,7 @@ Answer = Callable[[str], None]
 
 
 class Console:
-    """Screen for the output of many services. ``names``: names of the services, for the width of their column.
+    """Screen for the output of many services. ``names``: of the services; the longest sets the width of their column.
     ``states``: returns the line of states."""
 
     def __init__(self, names: list[str], stream: TextIO, states: Callable[[], str] = lambda: "") -> None:
@@ -184,7 +184,7 @@ class Console:
 
 FILE_NAME = "output.log"
 SIZE_BYTES_MAX = 10 << 20  # of one file
-OLD_COUNT = 3  # files before it
+OLD_COUNT = 3  # older files that are kept
 
 
 class _Rotating(RotatingFileHandler):
@@ -218,7 +218,7 @@ class LogFiles:
         self.write_line(name, text)
 
     def on_ended(self, name: str, state: str) -> None:
-        """Write to stderr, the project's own log, how a service ended that nobody stopped."""
+        """Write the end of a service that nobody stopped to stderr, which is the daemon's own log."""
         if state != "stopped":
             print(f"{name}: {state}", file=sys.stderr, flush=True)  # noqa: T201 (to the file of the daemon)
 
@@ -271,7 +271,7 @@ class Tail:
 
 
 def merge_by_time(tails: Iterable[Tail], count: int | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (name, line) of all services, ordered by time. ``count``: only so many last lines of each; None: all."""
+    """Yield (name, line) of all services, ordered by time. ``count``: number of last lines of each; None: all."""
 
     def dated(tail: Tail) -> Iterator[tuple[str, str, str]]:
         lines = tail.all_lines()

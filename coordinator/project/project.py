@@ -56,9 +56,9 @@ class ProjectError(ConfigError):
 
 
 class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Instance that a project runs. ``app``: "module:Class". ``versions``: those that its class can run, its own first.
-    ``files``: those of its code. ``calls``: the instances that it calls. ``effects``: functions and their replacements
-    in development. ``settings``: those that the project gives, in the form of a settings file."""
+    """Instance that a project runs. ``app``: "module:Class". ``versions``: versions of the app that its class can run,
+    its own first. ``files``: files of its code. ``calls``: instances that it calls. ``effects``: functions and their
+    replacements in development. ``settings``: settings that the project gives, in the form of a settings file."""
 
     name: str
     app: str
@@ -75,7 +75,7 @@ class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.versions[0]
 
     def runs_as(self, other: ServiceSpec) -> bool:
-        """Return True if ``other`` runs in the same way. The shard is that of the first start, whatever is planned."""
+        """Return True if ``other`` runs in the same way. Shards are not compared: an app keeps that of its start."""
         shard = {SHARD_VARIABLE: ""}
         one, two = (msgspec.structs.replace(spec, environment={**spec.environment, **shard}) for spec in (self, other))
         return one == two
@@ -103,13 +103,13 @@ class Project:
         listings: dict[object, ModuleListing] = {}
         planned: dict[str, ServiceSpec] = {}
         for given in self.tables():
-            for one in self._planned(given, listings):
+            for one in self._specs_of(given, listings):
                 if one.name in planned:
                     raise ProjectError(f"{given.place}: another table already defines an instance {one.name!r}")
                 planned[one.name] = one
         return list(planned.values())
 
-    def _planned(self, given: GivenService, listings: dict[object, ModuleListing]) -> list[ServiceSpec]:
+    def _specs_of(self, given: ServiceTable, listings: dict[object, ModuleListing]) -> list[ServiceSpec]:
         """Return the instances of one table. ``listings``: imported modules, by module and environment."""
         module, _, class_name = given.app.partition(":")
         if not class_name:
@@ -118,17 +118,17 @@ class Project:
         if key not in listings:
             listings[key] = discover_services(module, self.folder, self.environment(given.environment))
         stand_ins = self._files_of(name.partition(":")[0] for name in given.effects.values())
-        planned = list(_planned(given, module, class_name, listings[key], stand_ins))
+        planned = list(_specs_of(given, module, class_name, listings[key], stand_ins))
         self._require_shards(given, planned)
         return planned
 
-    def _registered(self, given: GivenService) -> list[str]:
-        """Return the names of the table's registered instances, also of those beyond its count."""
+    def _registered(self, given: ServiceTable) -> list[str]:
+        """Return the names of the table's registered instances, also of instances above its count."""
         names = itertools.takewhile(self._is_registered, (f"{given.name}-{number}" for number in itertools.count(1)))
         return [*filter(self._is_registered, (given.name,)), *names]
 
-    def _require_shards(self, given: GivenService, planned: Sequence[ServiceSpec]) -> None:
-        """Check that a keyed class has those shards that are registered, if any are. Raises ProjectError."""
+    def _require_shards(self, given: ServiceTable, planned: Sequence[ServiceSpec]) -> None:
+        """Check that a keyed class has exactly the registered shards, if there are any. Raises ProjectError."""
         registered, names = self._registered(given), [one.name for one in planned]
         if SHARD_VARIABLE in planned[0].environment and registered and not given.count_before and registered != names:
             raise ProjectError(
@@ -137,28 +137,28 @@ class Project:
                 f"shards: 'immortal unregister NAME'"
             )
 
-    def tables(self) -> list[GivenService]:
+    def tables(self) -> list[ServiceTable]:
         """Return the tables of an immortal.toml. Raises ConfigError."""
         return [self._with_leaving(one) if one.count_before else one for one in read_project(self.file)[1]]
 
-    def table(self, name: str) -> GivenService:
+    def table(self, name: str) -> ServiceTable:
         """Return the table [services.NAME]. Raises ConfigError."""
         tables = {} if self.is_module else {one.name: one for one in self.tables()}
         if name not in tables:
             raise ProjectError(f"{self.file} has no table [services.{name}]; it has {', '.join(tables) or 'none'}")
         return tables[name]
 
-    def _with_leaving(self, given: GivenService) -> GivenService:
-        """Add the shards that only give their keys, as long as they are registered. Without any, no keys move."""
+    def _with_leaving(self, given: ServiceTable) -> ServiceTable:
+        """Add the registered shards above the count, whose keys move to others. Without any, no keys move."""
         registered = self._registered(given)
         leaving = [one for one in registered if one not in _shard_names(given.name, given.count)]
         before = given.count_before if registered else 0
         return msgspec.structs.replace(given, count_before=before, leaving=tuple(leaving))
 
     def set_count(self, name: str, count: int, before: int = 0) -> tuple[str, ...]:
-        """Write the count of instances into the table of a keyed class; return the shards that have no keys then.
+        """Write the count of instances into the table of a keyed class; return the shards that will have no keys.
 
-        ``before``: the count while keys move. These shards go on: as long as they are registered, there is one."""
+        ``before``: the former count, while keys move. While a returned shard is registered, the table keeps one."""
         given = msgspec.structs.replace(self.table(name), count=count, count_before=before or count)
         left = self._with_leaving(given).leaving
         document = self._document()
@@ -185,8 +185,8 @@ class Project:
         for class_name, service in found.services.items():
             if service.is_own:
                 name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()  # order_book for OrderBook
-                given = GivenService(name, f"{module}:{class_name}", str(self.file))
-                planned += _planned(given, module, class_name, found)
+                given = ServiceTable(name, f"{module}:{class_name}", str(self.file))
+                planned += _specs_of(given, module, class_name, found)
                 self._require_shards(given, planned[-1:])
         if not planned:
             raise ProjectError(f"{self.file} has no service: a class below immortal.Immortal")
@@ -203,21 +203,21 @@ class Project:
         given = None if self.is_module else read_project(self.file)[0]
         return given or re.sub(r"[^A-Za-z0-9._-]+", "-", self.folder.name).strip("-.") or "project"
 
-    def _given(self, name: str) -> GivenService:
+    def _table_of(self, name: str) -> ServiceTable:
         return next(one for one in self.tables() if name in _names(one))
 
     def service(self, name: str, app: str | None = None) -> ServiceSpec:
         """Return the instance ``name``. ``app``: another class for it. Raises as :meth:`services`."""
-        given = self._given(name)
+        given = self._table_of(name)
         given = msgspec.structs.replace(given, app=app or given.app)
-        return next(one for one in self._planned(given, {}) if one.name == name)
+        return next(one for one in self._specs_of(given, {}) if one.name == name)
 
     def set_app(self, name: str, app: str) -> str:
         """Write the class of the instance ``name`` into immortal.toml; return the class that was there.
 
         Raises ConfigError, also if other instances share the table.
         """
-        given = self._given(name)
+        given = self._table_of(name)
         if given.app == app:
             return app
         if given.count > 1:
@@ -269,8 +269,8 @@ def find_project(given: Path | None, home: Path | None = None) -> Project:
     return Project(path, home)
 
 
-def _planned(
-    given: GivenService, module: str, class_name: str, listing: ModuleListing, files: Iterable[str] = ()
+def _specs_of(
+    given: ServiceTable, module: str, class_name: str, listing: ModuleListing, files: Iterable[str] = ()
 ) -> Iterator[ServiceSpec]:
     """Yield the instances of one table. ``files``: further files of their code, in addition to the module's."""
     own = [name for name, service in listing.services.items() if service.is_own]
@@ -288,7 +288,7 @@ def _planned(
     service = listing.services[class_name]
     numbers, before = _shard_names(given.name, given.count), given.count_before
     shards = {name: f"{number or 1}/{given.count}" for name, number in numbers.items()}
-    if before:  # those that are there keep what they were started as
+    if before:  # running shards keep the count that they were started with
         shards = {name: f"{number}/{given.count}/{before}" for name, number in numbers.items()}
         shards |= {name: f"{number or 1}/{before}" for name, number in _shard_names(given.name, before).items()}
     for name in _names(given):
@@ -305,7 +305,7 @@ def _planned(
         )
 
 
-def _names(given: GivenService) -> list[str]:
+def _names(given: ServiceTable) -> list[str]:
     return [*_shard_names(given.name, given.count), *given.leaving]
 
 
@@ -327,7 +327,7 @@ COUNT_MAX = 1000
 SHARD_VARIABLE = "IMMORTAL_SHARD"  # of the app: appsdk/running/options.py
 _FILE = re.compile(r"(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*\.py")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_OF_ONE = ("app_port", "app_send_port", "app_socket", "log", "log_key")  # no two instances can have the same
+_UNIQUE_SETTINGS = ("app_port", "app_send_port", "app_socket", "log", "log_key")  # no two instances can have the same
 
 
 def _app(value: object) -> str:
@@ -403,9 +403,10 @@ class ProjectFile(Struct, frozen=True, kw_only=True):
     services: Annotated[Mapping[str, Service], doc("Its services, by name.")] = field(default_factory=dict)
 
 
-class GivenService(Struct, frozen=True):
-    """Table [services.NAME] as read. ``settings``: the instance's, in the form of a settings file. ``place``: file and
-    line, for errors. ``count_before``: while keys move, or 0; ``leaving``: the instances that have none afterwards."""
+class ServiceTable(Struct, frozen=True):
+    """Table [services.NAME] as read. ``settings``: those of its instances, in the form of a settings file. ``place``:
+    file and line, for errors. ``count_before``: former count while keys move, else 0; ``leaving``: the instances that
+    have no keys afterwards."""
 
     name: str
     app: str
@@ -418,7 +419,7 @@ class GivenService(Struct, frozen=True):
     leaving: tuple[str, ...] = ()
 
 
-def read_project(path: Path) -> tuple[str | None, list[GivenService]]:
+def read_project(path: Path) -> tuple[str | None, list[ServiceTable]]:
     """Read an immortal.toml; return the project's name, if given, and its services.
 
     Raises ConfigError, FileNotFoundError.
@@ -428,11 +429,11 @@ def read_project(path: Path) -> tuple[str | None, list[GivenService]]:
     if not found.services:
         raise ConfigError(f'{path}: there is no service: a table such as [services.shop] with app = "shop:Shop"')
     return found.name, [
-        _given(source, name, service, values["services"][name]) for name, service in found.services.items()
+        _table_of(source, name, service, values["services"][name]) for name, service in found.services.items()
     ]
 
 
-def _given(source: Source, name: str, service: Service, values: Mapping[str, Any]) -> GivenService:
+def _table_of(source: Source, name: str, service: Service, values: Mapping[str, Any]) -> ServiceTable:
     table = f"services.{name}"
     if service.app is None:
         raise ConfigError(f'{source.place(name, "services")}: the field {table}.app is missing: app = "module:Class"')
@@ -444,14 +445,14 @@ def _given(source: Source, name: str, service: Service, values: Mapping[str, Any
             " instance by hand"
         )
     address = split_tcp(service.peer)
-    fixed = [key for key in _OF_ONE if key in settings and settings[key] != "file"]
+    fixed = [key for key in _UNIQUE_SETTINGS if key in settings and settings[key] != "file"]
     fixed += ["peer"] if address is None or address[1] else []
     if service.count > 1 and fixed:
         raise ConfigError(f"{source.field(fixed[0], table)}: {service.count} instances can't share one; leave it out")
     for key, value in settings.items():
         if known[key].about.get("path") and isinstance(value, str) and _is_path(key, value):
             settings[key] = str(source.path.parent.absolute() / value)
-    return GivenService(
+    return ServiceTable(
         name=name,
         app=service.app,
         place=source.place(name, "services"),
@@ -477,8 +478,9 @@ class ModuleImportError(ImmortalError):
 
 
 class DiscoveredService(msgspec.Struct, frozen=True):
-    """Service class in a module. ``versions``: those that it can run, its own first. ``peers``: the instances that it
-    calls. ``is_own``: True if the module defines it, in its newest version. ``is_keyed``: its class is keyed."""
+    """Service class in a module. ``versions``: versions of the app that it can run, its own first. ``peers``: instances
+    that it calls. ``is_own``: the module defines it, in its newest version. ``is_keyed``: it has a state for each key.
+    """
 
     versions: list[int]
     peers: list[str]
@@ -511,8 +513,8 @@ def discover_services(module: str, folder: Path, environment: Mapping[str, str])
 
 
 _FOLDER = Path(__file__).parent / "templates"
-_COMMON = "common"  # in all projects
-_SUFFIX = ".template"  # so no tool takes the files for its own
+_COMMON = "common"  # folder of the files that all projects get
+_SUFFIX = ".template"  # so that no tool reads a template as a file of this repository
 TEMPLATES = ("shop", "agent", "worker")
 
 

@@ -1,4 +1,4 @@
-"""Child processes of `immortal run`: the commands of a coordinator and its app, and the meaning of their deaths."""
+"""Child processes of `immortal run`: the commands of a coordinator and its app, and the meaning of their exits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from immortal.protocol.executions import FILE_NAME
 from immortal.protocol.limits import NESTING_MAX_DEFAULT
 from immortal.protocol.timings import FOLDER_NAME
 
-NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"  # for handlers, whose values must not be nested more deeply
+NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"  # deepest nesting allowed in the values that handlers send
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 APP_LOG_FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"
 APP_LOG_LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
@@ -94,8 +94,8 @@ def app_command(
     log_level: str = "",
     folder: Path | None = None,
 ) -> Command:
-    """Return the command of the app. ``log_format``, ``log_level``: those of its handlers' lines; None, "": by the
-    environment. ``folder``: for a follower, the folder of the instance."""
+    """Return the command of the app. ``log_format``, ``log_level``: for the log lines of its handlers; None, "": as the
+    environment says. ``folder``: for a follower, the folder of the instance that it follows."""
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
     environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
@@ -122,8 +122,8 @@ def app_command(
 #
 # At a terminal the app stays in the supervisor's process group, so that it can read there as a shell's job: Ctrl-Z
 # stops both, `fg` continues both, and an app that reads in the background stops the job until `fg`. The coordinator
-# has a group of its own and continues meanwhile. Ctrl-C signals the whole group; the app has it blocked, whatever a
-# debugger makes of it, so that the supervisor alone stops both.
+# has a group of its own and continues meanwhile. Ctrl-C signals the whole group; the signal is blocked in the app, even
+# if a debugger handles it, so that only the supervisor stops both.
 
 
 class SpawnOptions(TypedDict):
@@ -135,8 +135,8 @@ class SpawnOptions(TypedDict):
 
 
 class ChildStdin:
-    """Stdin of a child in a process group of its own, which Ctrl-C does not reach. ``stdin``: as for Popen: none, or
-    the supervisor's (None), which is another program's pipe."""
+    """Stdin of a child in a process group of its own, which Ctrl-C does not reach. ``stdin``: as for Popen: DEVNULL, or
+    None for the supervisor's stdin, which is then a pipe."""
 
     def __init__(self, stdin: int | None = subprocess.DEVNULL) -> None:
         self._stdin = stdin
@@ -188,10 +188,10 @@ def app_stdin(interactive: bool | None) -> ChildStdin:
 # Deaths of a coordinator and its app, by exit status:
 #
 # - status 70 of the app: a handler failed. A replay would run it again, so nothing is started again.
-# - status 71 of the app: an upgrade failed. Both are started again, with the version before.
-# - status 75 of the app: it ended to be recovered. It is started again at once, with restart or without.
-# - status 2 of either: its command line is wrong, also for a next start.
-# - status 3 of the coordinator: its log can't be replayed, also at a next start.
+# - status 71 of the app: an upgrade failed. Both are started again, with the version before the upgrade.
+# - status 75 of the app: it ended in order to be recovered. It is started again at once, with and without --restart.
+# - status 2 of either: its command line is wrong, and would be at a next start.
+# - status 3 of the coordinator: its log can't be replayed, nor could it be at a next start.
 # - status 4 of the coordinator: another process writes its log now. Only a follower is started again, to follow.
 # - status 0 of the coordinator: somebody asked it to stop. This is a clean end if the app ends with 0 as well; with
 #   restart both are started again, since the supervisor was not asked.
@@ -204,15 +204,15 @@ STATUS_HANDLER_FAILED = 70
 STATUS_UPGRADE_FAILED = 71
 STATUS_RECOVER_ME = 75
 STATUS_TERMINATED = 128 + signal.SIGTERM  # of an app
-STATUS_CALLED_WRONGLY = 2
-APP_FAULT_STATUSES = (STATUS_HANDLER_FAILED, STATUS_UPGRADE_FAILED, STATUS_CALLED_WRONGLY)
+STATUS_USAGE_ERROR = 2
+APP_FAULT_STATUSES = (STATUS_HANDLER_FAILED, STATUS_UPGRADE_FAILED, STATUS_USAGE_ERROR)
 RESTART_BACKOFF_S_MIN = 0.1
 RESTART_BACKOFF_S_MAX = 5.0
-RESTART_BACKOFF_RESET_S = 10.0  # a process that lived this long did not die of its start
+RESTART_BACKOFF_RESET_S = 10.0  # a process that lived this long did not fail at its start
 
 
 class ProcessExit(Struct, frozen=True):
-    """End of a process. ``returncode`` is that of subprocess, negative for a signal."""
+    """End of a process. ``returncode``: as of subprocess.Popen, negative for a signal."""
 
     role: Role
     pid: int
@@ -228,7 +228,7 @@ class ProcessExit(Struct, frozen=True):
 
 
 class Outcome(enum.Enum):
-    """Meaning of the end of the two processes, with the words of the log line."""
+    """Meaning of the end of coordinator and app. Each value is the text of the log line."""
 
     DIED = "died"
     STOPPED = "stopped"
@@ -237,13 +237,13 @@ class Outcome(enum.Enum):
         " start 'immortal run' again"
     )
     UPGRADE_FAILED = "the upgrade failed; the old version is whole"
-    CALLED_WRONGLY = "it was called wrongly, a restart would not help; its own line says why"
+    USAGE_ERROR = "it was called wrongly, a restart would not help; its own line says why"
     NO_RECOVERY = "its log can't be replayed as it is, a restart would not help; its own line says why"
     FENCED = "another process writes the log"
 
 
 def classify_exit(first: ProcessExit, second: ProcessExit, second_was_signalled: bool) -> Outcome:
-    """Classify the end of both: ``first`` died by itself, then ``second`` by itself or, if told, by a signal."""
+    """Return the meaning of both ends. ``first`` died by itself, then ``second`` died, perhaps by our signal."""
     if first.role is Role.APP and first.returncode == STATUS_HANDLER_FAILED:
         return Outcome.HANDLER_FAILED
     if first.role is Role.APP and first.returncode == STATUS_UPGRADE_FAILED:
@@ -253,15 +253,15 @@ def classify_exit(first: ProcessExit, second: ProcessExit, second_was_signalled:
         return Outcome.NO_RECOVERY
     if coordinator.returncode == STATUS_FENCED:
         return Outcome.FENCED
-    if first.returncode == STATUS_CALLED_WRONGLY:
-        return Outcome.CALLED_WRONGLY
+    if first.returncode == STATUS_USAGE_ERROR:
+        return Outcome.USAGE_ERROR
     if first.returncode == 0 and second.returncode == 0 and not second_was_signalled:
         return Outcome.STOPPED
     return Outcome.DIED
 
 
 def first_to_die(exits: Sequence[ProcessExit]) -> ProcessExit:
-    """Return the process whose death was the cause, if several were found dead at once."""
+    """Return the process that died first, if coordinator and app were found dead at once."""
     by_role = {one.role: one for one in exits}
     app, coordinator = by_role.get(Role.APP), by_role.get(Role.COORDINATOR)
     if app is None or coordinator is None:
@@ -271,23 +271,23 @@ def first_to_die(exits: Sequence[ProcessExit]) -> ProcessExit:
 
 
 class RestartBackoff:
-    """Pauses before restarts: none after a long life; else 0.1 s, doubling up to 5 s while the two die young and before
-    they have recovered.
+    """Backoff before restarts: no pause after a long run; else 0.1 s, doubled up to 5 s while each run is short and
+    ends before the recovery is complete.
 
-    ``at_once``: number of first deaths in a row without a pause.
+    ``immediate_count``: number of first restarts without a pause.
     """
 
-    def __init__(self, at_once: int = 0) -> None:
+    def __init__(self, immediate_count: int = 0) -> None:
         self._next_s = RESTART_BACKOFF_S_MIN
-        self._at_once = at_once
+        self._immediate_count = immediate_count
 
-    def next_pause_s(self, life_s: float, *, recovered: bool) -> float:
-        """Return the pause after a life of ``life_s``, in seconds. ``recovered``: the start itself had succeeded."""
-        if life_s >= RESTART_BACKOFF_RESET_S:
+    def next_pause_s(self, uptime_s: float, *, recovered: bool) -> float:
+        """Return the pause after a run of ``uptime_s``, in seconds. ``recovered``: its recovery was complete."""
+        if uptime_s >= RESTART_BACKOFF_RESET_S:
             self._next_s = RESTART_BACKOFF_S_MIN
             return 0.0
-        if self._at_once:
-            self._at_once -= 1
+        if self._immediate_count:
+            self._immediate_count -= 1
             return 0.0
         if recovered:
             self._next_s = RESTART_BACKOFF_S_MIN

@@ -170,14 +170,14 @@ class Supervisor:
                 continue
             self._on_started()
             first = first_to_die(list(self._exits.values()))
-            life_s = time.monotonic() - started_s
+            uptime_s = time.monotonic() - started_s
             second, terminated = self._stop_other(first)
             self._close_ready_pipe()
             outcome = classify_exit(first, second, terminated)
             self._log_outcome(outcome, first)
             if outcome is Outcome.HANDLER_FAILED:
                 return STATUS_HANDLER_FAILED
-            if outcome in (Outcome.CALLED_WRONGLY, Outcome.NO_RECOVERY):
+            if outcome in (Outcome.USAGE_ERROR, Outcome.NO_RECOVERY):
                 return 1
             if outcome is Outcome.FENCED and not (self._follows and self._restart):
                 return STATUS_FENCED
@@ -186,7 +186,7 @@ class Supervisor:
                 continue
             if self._stop_requests.count or not (self._restart or self._restart_asked):
                 return 0 if outcome is Outcome.STOPPED else 1
-            pause_s = pause.next_pause_s(life_s, recovered=self._was_ready)
+            pause_s = pause.next_pause_s(uptime_s, recovered=self._was_ready)
             self._log.info("restarting", pause_s=pause_s)
             self._wait_for(lambda: self._is_interrupted, pause_s)
             if self._stop_requests.count:

@@ -1,7 +1,7 @@
 """Timing notes for traces: when each record's input arrived, was submitted, became durable, and went to the app.
 
-The loop only notes observations, each with its time. A thread of its own finds their records and writes the rows. The
-machine and replays know nothing of this (docs/decisions/0051).
+The coordinator's loop only stores observations, each with its time. Another thread finds the records that they belong
+to and writes the rows. The machine and replays know nothing of this (docs/decisions/0051).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from immortal.protocol.record import HEADER_SIZE_BYTES, decode_header
 from immortal.protocol.timings import COORDINATOR, FOLDER_NAME, BackgroundWriter, SegmentWriter, TimingKind, TimingRow
 from immortal.protocol.trailer import BatchKind, decode_trailer
 
-RECORDS_MAX = 10_000  # records not sent to the app yet; beyond it the oldest is written without that time
+RECORDS_MAX = 10_000  # records not sent to the app yet; beyond it the oldest is written without the time of sending
 SOURCES_MAX = 10_000
 ARRIVALS_MAX = 1_000  # arrivals of one source that are not logged yet
 
@@ -46,7 +46,7 @@ class Durable(Struct):
     time_ns: int
 
 
-class Given(Struct):
+class SentToApp(Struct):
     """Observation: this record was sent to the app."""
 
     sequence_id: int
@@ -61,7 +61,7 @@ class Arrived(Struct):
     time_ns: int
 
 
-Observation = Submitted | Durable | Given | Arrived
+Observation = Submitted | Durable | SentToApp | Arrived
 
 
 class TimingRecorder:
@@ -80,16 +80,16 @@ class TimingRecorder:
         self._clock_ns = clock_ns
         self._rows = RowBuilder()
         self._writer = SegmentWriter(folder / FOLDER_NAME, COORDINATOR, limit_bytes, report)
-        self._noting: BackgroundWriter[Observation] = BackgroundWriter(self._write)
+        self._background: BackgroundWriter[Observation] = BackgroundWriter(self._write)
 
     def observe(self, effect: ef.Effect) -> None:
-        """Note an effect, just before it is carried out."""
+        """Store the time of an effect, just before it is carried out."""
         if type(effect) is ef.Commit:
             now_ns = self._clock_ns()
             for sequence_id, value in effect.transaction.records:
                 header = decode_header(value)
                 trailer = bytes(memoryview(value)[header.size_bytes :])
-                self._noting.put(
+                self._background.put(
                     Submitted(effect.ticket, sequence_id, header.committer_id, now_ns, trailer, header.check)
                 )
         elif type(effect) is ef.SendToApp and len(effect.data) >= HEADER_SIZE_BYTES:
@@ -98,26 +98,26 @@ class TimingRecorder:
             except ProtocolError:  # a part of a checkpoint
                 return
             if header.sequence_id >= 0 and header.size_bytes == len(effect.data):
-                self._noting.put(Given(header.sequence_id, self._clock_ns()))
+                self._background.put(SentToApp(header.sequence_id, self._clock_ns()))
 
     def on_durable(self, ticket: int) -> None:
-        """Note that the commit of ``ticket``, and all before it, are durable. For any thread."""
-        self._noting.put(Durable(ticket, self._clock_ns()))
+        """Store the time when the commit ``ticket``, and all before it, are durable. Any thread may call it."""
+        self._background.put(Durable(ticket, self._clock_ns()))
 
     def on_event(self, event: ev.Event) -> None:
-        """Note an event when it arrives."""
+        """Store the time of an event when it arrives."""
         if type(event) is ev.PeerFrameReceived and event.frame.frame_type is FrameType.BATCH:
             frame = event.frame
             source = int(BatchKind.STREAM), frame.sender
-            self._noting.put(Arrived(source, frame.position + frame.count - 1, self._clock_ns()))
+            self._background.put(Arrived(source, frame.position + frame.count - 1, self._clock_ns()))
         elif type(event) is ev.ClientFrameReceived and event.frame.frame_type is ClientFrameType.REQUEST:
             request = event.frame
             source = int(BatchKind.CLIENT), CLIENTS + request.client_id
-            self._noting.put(Arrived(source, request.number + request.count - 1, self._clock_ns()))
+            self._background.put(Arrived(source, request.number + request.count - 1, self._clock_ns()))
 
     def close(self) -> None:
         """Write what was observed, and close the segments."""
-        self._noting.close()
+        self._background.close()
         self._write_rows(self._rows.pop_rest())
         self._writer.close()
 
@@ -190,7 +190,7 @@ class RowBuilder:
         ]
         try:
             batches = decode_trailer(submitted.trailer, submitted.check).batches
-        except ProtocolError:  # none that this process has made
+        except ProtocolError:  # a trailer that another process has made
             return rows
         message = 0
         for batch in batches:

@@ -23,7 +23,7 @@ from immortal.coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from immortal.coordinator.driver.ports import problem_of
+from immortal.coordinator.driver.ports import checkpoint_problem
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log_port.writer import JOINED_SIZE_BYTES_MAX, LogWriter
@@ -354,7 +354,7 @@ def test_a_checkpoint_is_compared_with_what_was_written(header: CheckpointHeader
     store.write_checkpoint_chunk(1, 0, b"blob")
     store.write_checkpoint_chunk(1, 1, b"blob")
     store.commit(Transaction(checkpoint=CheckpointHeader(1, -1, 8, crc64(b"blobblob"), 0)))
-    found = problem_of(store, header)
+    found = checkpoint_problem(store, header)
     assert found is None if problem is None else problem in (found or "")
 
 

@@ -418,7 +418,7 @@ def test_pauses_grow_and_begin_again() -> None:
     assert pause.next_pause_s(9.9, recovered=False) == pytest.approx(0.1)
     assert pause.next_pause_s(9.9, recovered=False) == pytest.approx(0.2)
     assert pause.next_pause_s(0.5, recovered=True) == pytest.approx(0.1)
-    pause = RestartBackoff(at_once=2)
+    pause = RestartBackoff(immediate_count=2)
     assert [pause.next_pause_s(1, recovered=False) for _ in range(4)] == pytest.approx([0, 0, 0.1, 0.2])
 
 
@@ -447,7 +447,7 @@ def test_found_dead_at_once(app: int, coordinator: int, first: Role) -> None:
     [
         (ProcessExit(Role.APP, 1, 70), ProcessExit(Role.COORDINATOR, 2, 0), True, Outcome.HANDLER_FAILED),
         (ProcessExit(Role.COORDINATOR, 2, 70), ProcessExit(Role.APP, 1, 0), True, Outcome.DIED),
-        (ProcessExit(Role.COORDINATOR, 2, 2), ProcessExit(Role.APP, 1, 1), False, Outcome.CALLED_WRONGLY),
+        (ProcessExit(Role.COORDINATOR, 2, 2), ProcessExit(Role.APP, 1, 1), False, Outcome.USAGE_ERROR),
         (ProcessExit(Role.COORDINATOR, 2, 0), ProcessExit(Role.APP, 1, 0), False, Outcome.STOPPED),
         (ProcessExit(Role.COORDINATOR, 2, 0), ProcessExit(Role.APP, 1, -15), True, Outcome.DIED),
         (ProcessExit(Role.APP, 1, 0), ProcessExit(Role.COORDINATOR, 2, 0), True, Outcome.DIED),

@@ -23,7 +23,7 @@ def answering(folder: Path, answer: Callable[[], bytes | None]) -> Iterator[list
         while True:
             connection, _ = listening.accept()
             with connection, connection.makefile("rb") as reader:
-                size_bytes = int.from_bytes(reader.read(control.SIZE_SIZE_BYTES), "little")
+                size_bytes = int.from_bytes(reader.read(control.LENGTH_PREFIX_SIZE_BYTES), "little")
                 if over.is_set():
                     return
                 asked.append(msgspec.json.decode(reader.read(size_bytes), type=control.Question))
@@ -31,7 +31,7 @@ def answering(folder: Path, answer: Callable[[], bytes | None]) -> Iterator[list
                 if data is None:
                     over.wait()
                 else:
-                    connection.sendall(control.prefix_size(data))
+                    connection.sendall(control.add_length_prefix(data))
 
     folder.mkdir(exist_ok=True)
     path = control.socket_path(folder)

@@ -47,7 +47,7 @@ def connect(path: Path) -> socket.socket:
 
 
 def question(verb: str = "status") -> bytes:
-    return control.prefix_size(json.dumps({"verb": verb, "argument": {"x": 1}}).encode())
+    return control.add_length_prefix(json.dumps({"verb": verb, "argument": {"x": 1}}).encode())
 
 
 def answer_of(connected: socket.socket) -> dict[str, Any]:
@@ -178,9 +178,9 @@ def test_a_message_that_never_ends_is_not_kept(house: House) -> None:
     ("said", "reason"),
     [
         (HUGE.to_bytes(4, "little"), "a question has at most 32768 bytes, this one has 3900000000"),
-        (control.prefix_size(b"no JSON"), "the question can't be read: JSON is malformed"),
-        (control.prefix_size(b'{"verb": 7}'), "the question can't be read: Expected `str`, got `int`"),
-        (control.prefix_size(b"{}"), "the question can't be read: Object missing required field `verb`"),
+        (control.add_length_prefix(b"no JSON"), "the question can't be read: JSON is malformed"),
+        (control.add_length_prefix(b'{"verb": 7}'), "the question can't be read: Expected `str`, got `int`"),
+        (control.add_length_prefix(b"{}"), "the question can't be read: Object missing required field `verb`"),
         (question() + b"x", "there is one question in a connection, and something came behind it"),
         (bytes(4), "the question can't be read: Input data was truncated"),
     ],

@@ -398,7 +398,7 @@ def test_a_person_may_take_a_forged_log_as_it_is(log: Path, forgery: Forgery) ->
 
 def test_a_key_can_be_taken_away(log: Path) -> None:
     store = opened(log, (), accept=True)
-    store.forget_key()
+    store.remove_authentication()
     store.close()
     store = opened(log, ())
     put_record(store, 120)

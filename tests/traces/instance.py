@@ -16,7 +16,7 @@ from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.interfaces import LogSpace
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.driver.ports import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
+from immortal.coordinator.driver.ports import ManualClock, PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
@@ -76,7 +76,7 @@ class Instance:
         raise ValueError(f"no command is like {line!r}; tests/traces/instance.py has all of them")
 
     def _start(self, **options: Any) -> None:
-        self.clock = SetClock(NOW_NS)
+        self.clock = ManualClock(NOW_NS)
         self.machine = Machine(Components("a", self.limits, **options))
         inbox: list[ev.Event] = []
         self.log = PlainLog(self.store, inbox)

@@ -9,7 +9,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.core.interfaces import CheckpointHeader, Letter, OutputBatch, Transaction
-from immortal.coordinator.driver.ports import answer, problem_of
+from immortal.coordinator.driver.ports import answer, checkpoint_problem
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.checksum import crc64
 from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
@@ -30,7 +30,7 @@ def store() -> MemoryLogStore:
 
 
 def test_a_checkpoint_is_sound_whose_every_byte_is_what_was_written(store: MemoryLogStore) -> None:
-    assert problem_of(store, HEADER) is None
+    assert checkpoint_problem(store, HEADER) is None
     assert answer(store, ef.CheckCheckpoint(HEADER)) == ev.CheckpointChecked(1, None)
 
 
@@ -55,7 +55,7 @@ def test_a_chunk_that_cannot_be_read_is_a_problem(store: MemoryLogStore, index: 
 def test_a_blob_that_is_not_what_its_header_says_is_a_problem(
     store: MemoryLogStore, header: CheckpointHeader, problem: str
 ) -> None:
-    assert problem in str(problem_of(store, header))
+    assert problem in str(checkpoint_problem(store, header))
 
 
 def test_the_outputs_of_a_checkpoint_are_read_with_it(store: MemoryLogStore) -> None:
@@ -65,20 +65,20 @@ def test_the_outputs_of_a_checkpoint_are_read_with_it(store: MemoryLogStore) -> 
     outputs = {"b": [OutputBatch(1, 1, b"output")]}
     store.commit(Transaction(checkpoint=replace(HEADER, checkpoint_id=2, unacknowledged=outputs)))
     checked, other = (store.summary().checkpoints[-1] for _ in range(2))
-    assert problem_of(store, checked) is None
+    assert checkpoint_problem(store, checked) is None
     after = store.crash()
     assert dict(checked.unacknowledged) == outputs
-    assert problem_of(after, other) == "this log is closed: its process crashed"
+    assert checkpoint_problem(after, other) == "this log is closed: its process crashed"
 
 
 def test_what_nobody_waits_for_is_given_up_before_the_next_chunk(store: MemoryLogStore) -> None:
     asked: list[int] = []
 
-    def is_given_up() -> bool:
+    def is_cancelled() -> bool:
         asked.append(1)
         return len(asked) > 1
 
-    assert problem_of(store, HEADER, is_given_up) == "nobody waited until it was read"
+    assert checkpoint_problem(store, HEADER, is_cancelled) == "nobody waited until it was read"
     assert len(asked) == 2
 
 

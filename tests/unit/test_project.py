@@ -26,19 +26,19 @@ from immortal.coordinator.project.code_change import (
 )
 from immortal.coordinator.project.fleet import ServiceProcess, register
 from immortal.coordinator.project.project import (
-    GivenService,
     ModuleImportError,
     Project,
     ProjectError,
     Service,
     ServiceSpec,
+    ServiceTable,
     find_project,
     read_project,
 )
 from tests.helpers.projects import NEXT, SHOP, make_project
 
 
-def given(folder: Path, text: str) -> list[GivenService]:
+def given(folder: Path, text: str) -> list[ServiceTable]:
     (folder / "immortal.toml").write_text(text)
     return read_project(folder / "immortal.toml")[1]
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from immortal.appsdk.running.options import TIMINGS_VARIABLE, OptionError, run_options
-from immortal.coordinator.service.timing_notes import Arrived, Durable, Given, Observation, RowBuilder, Submitted
+from immortal.coordinator.service.timing_notes import Arrived, Durable, Observation, RowBuilder, SentToApp, Submitted
 from immortal.protocol.record import decode_header, encode_record
 from immortal.protocol.timings import (
     APP,
@@ -233,7 +233,7 @@ def test_batches_find_when_they_came() -> None:
         Durable(1, 400),
     ]
     assert [row for one in seen for row in records.add(one)] == []
-    assert records.add(Given(0, 500)) == [
+    assert records.add(SentToApp(0, 500)) == [
         TimingRow(0, 0, TimingKind.COMMIT, 300, 400, 500),
         TimingRow(0, 0, TimingKind.ARRIVED, 100),
         TimingRow(0, 5, TimingKind.ARRIVED, 200),
@@ -251,12 +251,12 @@ def test_joined_commits_are_durable_together_and_records_come_in_order() -> None
         records.add(submitted(number + 1, number, 100 + number))
     records.add(submitted(1, 0, 999))  # the log did not answer, and is asked once more
     records.add(Durable(3, 200))
-    assert records.add(Given(2, 300)) == [
+    assert records.add(SentToApp(2, 300)) == [
         TimingRow(0, 0, TimingKind.COMMIT, 100, 200, 0),
         TimingRow(1, 0, TimingKind.COMMIT, 101, 200, 0),
         TimingRow(2, 0, TimingKind.COMMIT, 102, 200, 300),
     ]
-    assert records.add(Given(1, 400)) == []  # to an app that recovers
+    assert records.add(SentToApp(1, 400)) == []  # to an app that recovers
     assert records.pop_rest() == [TimingRow(3, 0, TimingKind.COMMIT, 103, 0, 0)]
 
 

@@ -222,7 +222,7 @@ class Lifecycle:
                     f"the log goes on with version {started.version} of the app behind record {started.sequence_id}, "
                     f"and this follower runs version {had}: start it again with the new code"
                 )
-            if not versions.continues_with(started, session.fed_sequence_id):
+            if not versions.add_followed(started, session.fed_sequence_id):
                 self.load_log(summary)
                 return f"record {started.sequence_id} was the last one of the old version, the next have the new one"
         if summary.last_sequence_id < session.fed_sequence_id:

@@ -19,7 +19,7 @@ from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 
 
 class Handshake:
-    """Handshake with any receiver. ``has_failures``: a stream has stopped since the start."""
+    """Handshakes of all output streams. ``has_failures``: a stream has stopped since the process started."""
 
     def __init__(self, state: CoreState, receivers: Receivers) -> None:
         self.has_failures = False
@@ -75,14 +75,14 @@ class Handshake:
             self._welcomed(stream, frame, position)
 
     def _welcomed(self, stream: OutputStream, frame: PeerFrame, position: int) -> None:
-        # Compared with the position in Hello: an acknowledgement can have overtaken the Welcome since.
-        once = stream.greeted_position
-        if frame.position < once and frame.code == RefusedCode.ROLLED_BACK:
+        # Compare with the position in our Hello: an acknowledgement may have arrived between Hello and Welcome.
+        greeted = stream.greeted_position
+        if frame.position < greeted and frame.code == RefusedCode.ROLLED_BACK:
             stream.reset()  # its operator has reset it and accepts that the rest is lost there
             self._start_over(stream, frame)
-        elif frame.position < once:
+        elif frame.position < greeted:
             name, receiver = self._state.name, stream.destination
-            self._fail(stream, formatting.describe_older_receiver(name, receiver, frame.position, once))
+            self._fail(stream, formatting.describe_older_receiver(name, receiver, frame.position, greeted))
         else:
             stream.open()
             self._receivers.acknowledge(stream, position)
@@ -99,7 +99,7 @@ class Handshake:
         """
         state, receivers, destination = self._state, self._receivers, stream.destination
         position = frame.position + stream.offset
-        # If nothing was ever acknowledged by the stream's numbers, a new log has only what late frames brought it.
+        # If the receiver acknowledged nothing since the stream's reset, its new log has only messages of late frames.
         is_known = receivers.committer_ids.get(destination) == frame.committer_id
         same = stream.acknowledged == stream.offset or is_known
         forked = receivers.start(destination).forked or frame.code == RefusedCode.STALE_EPOCH
@@ -158,21 +158,18 @@ class Handshake:
         if not told:
             self._state.effects.append(Report(notice(stream.destination, reason)))
 
-    def moved(self, stream: OutputStream) -> None:
-        """Ask how much the receiver has, as nothing in flight will arrive. A stopped stream is greeted later."""
+    def receiver_moved(self, stream: OutputStream) -> None:
+        """Send Hello to a receiver with a new address: messages in flight are lost. A stopped stream greets later."""
         if stream.state in (StreamState.OPEN, StreamState.GREETING):
             stream.requeue_in_flight()
             self.greet(stream)
 
 
-# Receivers: what this instance and its log know of the receivers.
-
-
 class Receivers:
-    """Known receivers by name: ``committer_ids``; ``starts`` of streams that were reset; ``acknowledged`` positions.
+    """Receivers of output streams: the log has these facts about each, by its name.
 
-    In a replay a stream can be acknowledged beyond its last message; ``acknowledged`` has only positions that were
-    made.
+    ``committer_ids``: the ID of the receiver's log. ``starts``: where a stream that was reset begins. ``acknowledged``:
+    the last acknowledged position; in a replay, only of messages that the replay has made again.
     """
 
     def __init__(self, state: CoreState) -> None:

@@ -223,7 +223,7 @@ class Outbound:
         """Handle PeerMoved: nothing in flight to the receiver will arrive."""
         stream = self.touch(event.destination)
         if stream is not None:
-            self.handshake.moved(stream)
+            self.handshake.receiver_moved(stream)
 
     def acknowledge_own_stream(self) -> None:
         """Acknowledge the stream to oneself, whose receiver is the own log."""

@@ -2,12 +2,12 @@
 
 The head of a log has its epoch, the number of appends in this epoch, the last record, and the writer's name. An append
 gives the head that it expects. A takeover raises the epoch. Both change the same row, so one of them comes first, and
-no clock is involved. Small appends can be in flight together: each expects the head after the one before it, so none is
-done if that one was not.
+no clock is involved. Small appends can be in flight together: each expects the head that the append before it leaves,
+so if one fails, all later ones fail too.
 
 If a connection breaks, the outcome of appends in flight is unknown, and the server may still be working on them. So the
-writer takes the log over from itself. Once the epoch is one higher, they are done or never will be, and the head's
-number of appends tells which.
+writer takes the log over from itself. Once the epoch is one higher, no earlier append can be done any more, and the
+head's number of appends tells which ones were.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from immortal.coordinator.log.identity import read_identity
 APPENDS_MAX = 2
 """Small appends in flight at a time: as many as a server does while the answer to the first returns to another
 machine. The server syncs for each, so more of them would cost more than they gain."""
-MEASURED_S = 10.0  # between measurements, which sum up all rows of a log
+MEASUREMENT_INTERVAL_S = 10.0  # a measurement reads all rows of a log
 UNKNOWN_FREE_BYTES = 1 << 60  # a database does not report its disk's free space
 
 _APPEND = "SELECT * FROM immortal.append(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
-_CHECKPOINTS = (CHUNKS, "checkpoints")  # tables with rows that can go to a store, which must be waited for
+_CHECKPOINT_TABLES = (CHUNKS, "checkpoints")  # their rows may need an object store, which must be waited for
 
 
 class PostgresBackend(Backend):
     """Log in PostgreSQL, open for writing.
 
-    ``synced`` gets the time of each append: its round trip with the server's sync.
+    ``synced``: called after each append with its duration in seconds: the round trip and the server's sync.
     """
 
     is_remote = True
@@ -84,9 +84,9 @@ class PostgresBackend(Backend):
         self._readers = Connections(address)
         self._measured: tuple[float, int] | None = None
         self._appends_count = 0  # acknowledged in this epoch
-        self._in_flight: deque[tuple[Append, float]] = deque()  # not answered; when each was begun
-        self._outcome_unknown = False  # of the appends in flight
-        self._takeover: tuple[int, int] | None = None  # the epoch that resolve begins, and its number of done appends
+        self._in_flight: deque[tuple[Append, float]] = deque()  # appends without an answer, and when each began
+        self._outcome_unknown = False  # whether the appends in flight were done
+        self._takeover: tuple[int, int] | None = None  # in resolve(): the new epoch, the appends done in the old one
         self._is_warned = False  # a warning arrived since the first append in flight
         self._is_released = self._is_ended = False
         self._request_key = b""  # row of the open request to a standby; b"": none
@@ -167,7 +167,7 @@ class PostgresBackend(Backend):
         return True
 
     @property
-    def problem(self) -> str:  # type: ignore[override]  # as the next one
+    def problem(self) -> str:  # type: ignore[override]  # it is only read
         return self._guard.doubt or self._chunks.problem
 
     @property
@@ -206,7 +206,7 @@ class PostgresBackend(Backend):
     def begin_append(self, append: Append) -> bool:
         with self._lock:
             self._require_known()
-            if any(row[0] in _CHECKPOINTS for row in (*append.puts, *append.deletes)):
+            if any(row[0] in _CHECKPOINT_TABLES for row in (*append.puts, *append.deletes)):
                 return False
             first, *more = statements(append)
             if more:
@@ -285,7 +285,8 @@ class PostgresBackend(Backend):
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Translate errors. LogUnavailableError leaves appends in flight unresolved, other errors drop them."""
+        """Translate the database's errors. After LogUnavailableError the outcome of appends in flight is unknown; after
+        another error the backend has failed."""
         try:
             with translated_errors(self._address):
                 yield
@@ -338,8 +339,8 @@ class PostgresBackend(Backend):
                 translated_errors(self._address),
                 self._connection.transaction(),
             ):
-                # Waits for an append that the server still works on; a later one comes before this, or finds another
-                # epoch. The change is durable with all that was before it.
+                # The row's lock waits for an append that the server still works on. An append that comes later finds
+                # another epoch. The new epoch is durable together with all earlier appends.
                 row = self._connection.execute(
                     "SELECT epoch, appends_count, holder, is_there FROM immortal.heads WHERE instance = %s FOR UPDATE",
                     [self._instance],
@@ -356,7 +357,7 @@ class PostgresBackend(Backend):
                 )
             if self._is_warned:
                 raise LogUnavailableError(f"the database {self.label} has not waited for its standbys")
-            self._guard.recheck(self._connection)  # the settings were still right for that commit
+            self._guard.recheck(self._connection)  # the server's settings must have been right for that commit too
             self.fence, self._appends_count, self._outcome_unknown, self._takeover = epoch + 1, 0, False, None
             self._in_flight.clear()
             self._guard.doubt = ""
@@ -365,7 +366,7 @@ class PostgresBackend(Backend):
     def _done_until(self, epoch: int, count: int, holder: str) -> int:
         """Return the number of appends in flight that the head shows as done. Raises FencedError, LogError."""
         if self._takeover is not None and (epoch, count, holder) == (self._takeover[0], 0, leases.process_name()):
-            return self._takeover[1]  # an earlier resolve did it, and its answer was lost or not waited for
+            return self._takeover[1]  # an earlier call raised the epoch, but did not get the answer
         try:
             self._guard.require_whole(self._connection, (self.fence, self._appends_count))
         except LogLostError as error:
@@ -404,7 +405,7 @@ class PostgresBackend(Backend):
 
     def space(self) -> LogSpace:
         now_s = time.monotonic()
-        if self._measured is None or now_s - self._measured[0] > MEASURED_S:
+        if self._measured is None or now_s - self._measured[0] > MEASUREMENT_INTERVAL_S:
             with self.view() as view:
                 self._measured = now_s, view.used_bytes()
         return LogSpace(self._measured[1], UNKNOWN_FREE_BYTES)
