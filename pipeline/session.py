@@ -10,10 +10,12 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -54,6 +56,7 @@ def session(master: str = "local[*]", app_name: str = "immortal", **conf: str) -
     if running is not None:
         pipeline.register(running)
         return running
+    logging.getLogger().addFilter(_is_no_interrupt)  # py4j logs the traceback of Ctrl-C, besides raising it
     context = SparkContext._active_spark_context
     if context is None:
         is_local = _LOOPBACK_MASTER.match(master) is not None
@@ -67,6 +70,27 @@ def session(master: str = "local[*]", app_name: str = "immortal", **conf: str) -
     return spark
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a Ctrl-C or SIGTERM wait for the end of the block: a JVM that is left while it starts never ends."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    for number in before:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for one in came[:1]:
+            signal.raise_signal(one)
+
+
+def _is_no_interrupt(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("KeyboardInterrupt while sending command")
+
+
 def _start(master: str, app_name: str, settings: dict[str, str], *, is_local: bool) -> SparkContext:
     java = find_java()
     if java.home is not None:
@@ -78,7 +102,8 @@ def _start(master: str, app_name: str, settings: dict[str, str], *, is_local: bo
     # The JVM writes warnings to stderr before a setting can silence it; they are of use only if it fails.
     with tempfile.TemporaryFile() as said:
         try:
-            gateway = launch_gateway(spark_conf, {"stderr": said})  # type: ignore[no-untyped-call]
+            with _uninterrupted():
+                gateway = launch_gateway(spark_conf, {"stderr": said})  # type: ignore[no-untyped-call]
             if is_local and gateway.proc is not None:  # None: our starter has started the JVM as well
                 _lower_priority(gateway.proc.pid)
             return SparkContext(conf=spark_conf, gateway=gateway)

@@ -24,7 +24,11 @@ _WIDTH_UNLIMITED = 1_000_000  # characters: output for a program is neither cut 
 
 
 class FailedError(click.ClickException):
-    """Raised to end a command with one line and status 1."""
+    """Raised to end a command with one line and a status: 1, if none is given."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = status
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(printable_message(f"error: {self.message}"), file=file or sys.stderr)
@@ -47,23 +51,41 @@ def sigterm_as_interrupt() -> Iterator[None]:
         if signal.getsignal(signal.SIGTERM) is interrupt:  # else the command has a handler of its own
             signal.signal(signal.SIGTERM, before)
         if is_ended:
+            with contextlib.suppress(OSError):
+                echo("interrupted: SIGTERM", err=True)
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Raise our errors, and those of the system, as FailedError."""
+    try:
+        yield
+    except ImmortalError as error:
+        raise FailedError(str(error)) from None
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise  # click ends quietly: the reader has closed our output
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT):
+            raise FailedError(f"the output can't be written: {error.strerror}") from None
+        raise FailedError(str(error)) from None
 
 
 class Commands(click.Group):
     """Command group that reports each of our errors as one line."""
 
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        with _one_line_errors():  # it prints --help and --version
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: click.Context) -> Any:
         is_outermost = ctx.parent is None and threading.current_thread() is threading.main_thread()
-        try:
-            with sigterm_as_interrupt() if is_outermost else contextlib.nullcontext():
-                return super().invoke(ctx)
-        except ImmortalError as error:
-            raise FailedError(str(error)) from None
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise  # click ends quietly: the reader has closed our output
-            raise FailedError(str(error)) from None
+        with _one_line_errors():
+            try:
+                with sigterm_as_interrupt() if is_outermost else contextlib.nullcontext():
+                    return super().invoke(ctx)
+            except KeyboardInterrupt:
+                raise FailedError("interrupted", 128 + signal.SIGINT) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):

@@ -16,6 +16,7 @@ from immortal.coordinator.core.errors import (
     DamagedCheckpointError,
     DamagedLogError,
     LogError,
+    LogIdentityError,
     LogLockedError,
     LogUnavailableError,
 )
@@ -171,7 +172,7 @@ class LogVerification(Struct):
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "meta", f"{error}; the log cannot be opened")
             return
-        except (LogLockedError, LogKeyError, LogUnavailableError):
+        except (LogLockedError, LogKeyError, LogUnavailableError, LogIdentityError):
             raise
         except LogError as error:
             yield Finding(Severity.FATAL, "file", str(error))

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from types import FrameType
 from typing import Any
 
 from msgspec import Struct, field
@@ -32,6 +33,7 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.extensions import RandomDraw, decode_app_batch, decode_origins, encode_record_time
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_messages, encode_incoming_rpc
 from immortal.protocol.record import decode_header, encode_record
+from immortal.protocol.safe_output import printable
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, decode_trailer
 from immortal.protocol.verdicts import Verdict, VerdictKind
 from immortal.replay.host import LocalRun
@@ -178,11 +180,22 @@ def first_checkpoint(source: RecordSource, not_after_ns: int | None, behind: int
 NEW_OBJECTS_MAX = 50_000  # before the next collection of garbage
 _running = False
 _limit_s = _given_s = 0.0  # no limit
+CAUGHT_S = 5.0  # after the limit: for code to end, before its process is ended
+_is_over = False
 _FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork")
 
 
-def stop(number: int, frame: object) -> None:
-    """Handle SIGALRM."""
+def stop(number: int, frame: FrameType | None) -> None:
+    """Handle SIGALRM: raise TimeoutError; end the process if the code has caught that, and goes on."""
+    global _is_over
+    if _is_over:
+        place = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+        text = (
+            f"error: the code{place} goes on after its limit, {_given_s:g} s: it catches the TimeoutError that ends it"
+        )
+        os.write(2, f"{printable(text)}\n".encode())
+        os._exit(1)
+    _is_over = True
     raise TimeoutError(f"ended after {_given_s:g} s, the limit in a what-if (--handler-limit)")
 
 
@@ -230,10 +243,10 @@ def sealed() -> Iterator[None]:
 @contextmanager
 def limited(at_least_s: float = 0.0) -> Iterator[None]:
     """Raise TimeoutError inside the block when the limit of :func:`seal_process` is over, and ``at_least_s``."""
-    global _given_s
+    global _given_s, _is_over
     if _limit_s:
-        _given_s = max(_limit_s, at_least_s)
-        signal.setitimer(signal.ITIMER_REAL, _given_s)
+        _given_s, _is_over = max(_limit_s, at_least_s), False
+        signal.setitimer(signal.ITIMER_REAL, _given_s, CAUGHT_S)
     try:
         yield
     finally:

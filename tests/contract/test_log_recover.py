@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,19 @@ def test_what_no_cut_can_heal(home: Path, what: str) -> None:
     assert result.exit_code == 1
     assert result.output.startswith("error: ")
     assert last_sequence_id(home) == 9
+
+
+def test_the_log_of_another_instance_is_not_taken_for_damaged(home: Path) -> None:
+    """It advised to restore the log from a copy."""
+    settings = Registry(home).register("other", "tcp://127.0.0.1:*")
+    shutil.copytree(log_of(home), settings.log)
+    for command in (["recover"], ["log", "verify"]):
+        result = CliRunner().invoke(main, ["--home", str(home), *command, "other"])
+        assert result.exit_code == 1
+        assert result.output == (
+            f"error: the log in {settings.log} belongs to instance 'counter', not to 'other': check the log folder's"
+            " path\n"
+        )
 
 
 def test_it_asks_before_it_cuts(home: Path) -> None:

@@ -204,6 +204,16 @@ def test_a_closed_pipe_is_quiet(home: Path) -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize("command", ["--help", "status"])
+def test_output_that_cannot_be_written(home: Path, command: str) -> None:
+    """`--help` ended with a traceback."""
+    register(home)
+    with open("/dev/full", "w") as full:
+        arguments = [sys.executable, "-m", "immortal", "--home", str(home), command]
+        result = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (1, "error: the output can't be written: No space left on device\n")
+
+
 @pytest.mark.parametrize("command", [("log", "show"), ("recover",), ("log", "verify")])
 def test_a_file_in_place_of_a_log_folder(home: Path, command: tuple[str, ...]) -> None:
     """It was taken for a log that was never begun."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import signal
 
-from immortal.protocol.command_line import print_table, table_lines
+import click
+import pytest
+from click.testing import CliRunner
+
+from immortal.protocol.command_line import Commands, print_table, table_lines
 
 
 def test_a_table_is_aligned_and_may_be_empty() -> None:
@@ -43,3 +47,20 @@ def test_a_terminal_folds_what_it_has_no_room_for_and_no_color_is_heeded(
 
 def test_a_cell_obeys_nothing_that_is_in_it_and_keeps_its_lines() -> None:
     assert list(table_lines(("name",), [("one\x1b[31m\ntwo",)])) == ["name", "one\\x1b[31m", "two"]
+
+
+def test_an_interrupted_command_says_so_with_the_status_of_its_signal() -> None:
+    """It was "Aborted!" and 1, as for a failure."""
+
+    @click.group(cls=Commands)
+    def outer() -> None: ...
+
+    @outer.group(cls=Commands)
+    def inner() -> None: ...
+
+    @inner.command()
+    def wait() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    result = CliRunner().invoke(outer, ["inner", "wait"])
+    assert (result.exit_code, result.output) == (130, "error: interrupted\n")

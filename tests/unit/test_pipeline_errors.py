@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import signal
+
 import pytest
 
 from immortal.coordinator.core.errors import LogFormatError
 from immortal.pipeline.errors import PipelineError, SourceError, one_line_error
+from immortal.pipeline.session import _is_no_interrupt, _uninterrupted
 
 WORKER = """[FAILED_EXECUTE_UDF] Job aborted due to stage failure: Task 0 failed 1 times, most recent failure:
 org.apache.spark.api.python.PythonException: Traceback (most recent call last):
@@ -61,3 +65,28 @@ def test_errors_of_ours_stay_what_they_are() -> None:
 
 def test_a_lost_connection() -> None:
     assert "connection to Spark is lost" in str(one_line_error(ConnectionRefusedError(111, "refused")))
+
+
+def test_an_interrupt_waits_until_the_jvm_has_started() -> None:
+    """A JVM that was left while it started never ended."""
+    done = []
+
+    def start() -> None:
+        with _uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("started")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert done == ["started"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_traceback_that_py4j_logs_for_an_interrupt_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger().addFilter(_is_no_interrupt)
+    try:
+        logging.exception("KeyboardInterrupt while sending command.")
+        logging.error("another")
+    finally:
+        logging.getLogger().removeFilter(_is_no_interrupt)
+    assert caplog.messages == ["another"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
+import subprocess
+import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -399,3 +402,19 @@ def test_the_bank_makes_no_difference_wherever_it_was_killed(monkeypatch: pytest
             everything = {**dict.fromkeys(bank.BANKS, bank.Bank), "teller": bank.Teller}
             assert not env.what_if(everything).is_different
             assert not env.what_if({"teller": bank.Teller}).is_different
+
+
+def test_a_module_that_catches_its_limit_is_ended(tmp_path: Path) -> None:
+    """It hung for ever."""
+    (tmp_path / "swallows.py").write_text(
+        "while True:\n    try:\n        sum(range(99))\n    except Exception:\n        pass\n"
+    )
+    program = (
+        "from immortal.replay.fleet import opening, player\n"
+        "opening.IMPORT_S = player.CAUGHT_S = 0.1\n"
+        "player.seal_process(0.1)\n"
+        "opening.load_definition('swallows:App')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: the code at .*swallows\.py:\d goes on after its limit, 0\.1 s: .*\n", done.stderr)
