@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,10 +17,12 @@ from immortal.appsdk.handlers.definition import shard_name
 from immortal.appsdk.handlers.moves import change_count, shard_numbers
 from immortal.cli.options import timeout_option
 from immortal.cli.project import TIMEOUT_S, background, project_of, project_option, up
-from immortal.coordinator.project.project import COUNT_MAX
+from immortal.coordinator.project.project import COUNT_MAX, SHARD_VARIABLE
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option, print_table
+from immortal.protocol.files import acquire_lock, describe_lock_holder, opened
 
 PAUSE_S = 0.2
+LOCK_FILE_NAME = ".shards.lock"
 _NUMBERS = ("ranges", "keys", "leaving", "forwarded")
 
 
@@ -41,11 +44,6 @@ def shards(
     Exit status: 0 if all keys are at their shards, 1 if some wait.
     """
     project, registry = project_of(ctx, path)
-    table = project.table(name)
-    before, deadline_s = table.count_before or table.count, time.monotonic() + timeout_s
-    if count not in (None, table.count) and before != table.count:
-        raise FailedError(f"the keys of {name!r} move from {before} shards to {table.count}: finish that first")
-    after = count or table.count
 
     def start() -> None:
         project.set_count(name, after, before)
@@ -57,6 +55,19 @@ def shards(
 
     with contextlib.ExitStack() as stack:
         clients: dict[int, Any] = {}
+        if count is not None:
+            if background(project) is None:
+                raise FailedError("the project does not run: 'immortal up' starts it")
+            lock = stack.enter_context(opened(project.home / LOCK_FILE_NAME, os.O_RDWR | os.O_CREAT))
+            try:
+                acquire_lock(lock, timeout_s)  # two moves at once would mix their counts
+            except BlockingIOError:
+                raise FailedError(f"{describe_lock_holder(lock)} moves keys of this project: wait for it") from None
+        table = project.table(name)
+        before, deadline_s = table.count_before or table.count, time.monotonic() + timeout_s
+        if count not in (None, table.count) and before != table.count:
+            raise FailedError(f"the keys of {name!r} move from {before} shards to {table.count}: finish that first")
+        after = count or table.count
 
         def client(shard: int) -> Any:
             if shard not in clients:
@@ -69,8 +80,6 @@ def shards(
 
         try:
             if count is not None and count != before:
-                if background(project) is None:
-                    raise FailedError("the project does not run: 'immortal up' starts it")
                 with contextlib.redirect_stdout(sys.stderr):
                     waiting = change_count(call, start, pause, before, count)
                 if waiting:
@@ -81,6 +90,8 @@ def shards(
             numbers = sorted({*shard_numbers(before), *shard_numbers(after)})
             found = [client(shard).query.immortal_shard() | {"name": _name(name, shard)} for shard in numbers]
         except (ClientError, UsageError) as error:
+            if SHARD_VARIABLE not in project.service(_name(name, shard_numbers(before)[0])).environment:
+                raise FailedError(f"the class of {name!r} is not keyed, so it has no shards") from None
             raise FailedError(str(error)) from None
     if as_json:
         echo_json(found)

@@ -8,7 +8,7 @@ Outstanding requests are sent again after each Welcome; the coordinator takes ea
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from immortal.appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
 from immortal.appsdk.client.methods import query_name, query_of
@@ -383,11 +383,11 @@ class Connection:
             name = name.removesuffix(KEY_MARK)
             if name in self._methods:
                 return f"{self.instance!r} has no keys, its class is not keyed: call {self.instance!r} without [...]"
-        handlers = ", ".join(sorted(filter(str.isidentifier, self._methods)))
+        handlers = _listed(self._methods)
         query = query_of(name)
         if not query:
             return f"{self.instance!r} has no handler {name!r} (its handlers: {handlers})"
-        queries = ", ".join(sorted(filter(str.isidentifier, map(query_of, self._methods))))
+        queries = _listed(map(query_of, self._methods))
         known = f"its queries: {queries}" if queries else "it marks none with @query, or is of an earlier version"
         if query in self._methods:
             return f"{query!r} of {self.instance!r} is no query ({known}): it is called without .query"
@@ -510,3 +510,8 @@ class Queries:
     def _remove(self, number: int) -> Call | None:
         self._repeat_due_s.pop(number, None)
         return self._sent.pop(number, None)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """List the names of handlers for people: without those by which the SDK moves keys."""
+    return ", ".join(sorted(name for name in names if name.isidentifier() and not name.startswith("immortal_")))

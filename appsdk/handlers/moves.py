@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from msgspec import Struct, field
@@ -33,6 +33,7 @@ from immortal.protocol.verdicts import Cause
 
 GIVE_LIMITS = (1024, 1000, 256 << 10)
 """Most ranges, rows, and bytes of rows that a shard gives at once: meanwhile it handles nothing else."""
+INDEXED_MAX = 5000  # keys whose ranges are worked out at once
 WAITING_SHOWN_MAX = 20
 _EVENT_OF_KEY = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+): """)
 
@@ -80,7 +81,8 @@ class Moving:
     shard: int
     shards: int
     moves: Moves | None = None
-    rows_by_range: Transient[Any] = None  # keys of all rows, once a range was given
+    rows_by_range: Transient[Any] = None  # keys of rows, while ranges are given
+    indexed_to: Transient[Any] = None  # the last of these keys; None: they are all there, or none is
 
     # --- routes of calls ----------------------------------------------------------------------------------------------
 
@@ -213,6 +215,22 @@ class Moving:
             moves.count = count
         return self._version
 
+    @rpc
+    def immortal_index(self, after: str | int | None, keys_max: int) -> str | int | None:
+        """Index some keys from ``after`` on by their ranges, so that no give has to do that for all of them at once.
+
+        Return the last of these; None: there are no more. This depends on the rows alone, since no index is kept in
+        checkpoints: after a recovery the next give makes a new one."""
+        if after is None:
+            self.rows_by_range, self.indexed_to = {}, None
+        some = list(islice(self.keys.keys(after), keys_max))
+        last = some[-1] if len(some) == keys_max else None
+        if after == self.indexed_to:
+            for key in some:
+                self.note_key(key)
+            self.indexed_to = last
+        return last
+
     @property
     def _version(self) -> int:
         version: int = self._immortal_definition.version
@@ -230,12 +248,14 @@ class Moving:
             return 0, [f"the upgrade of all shards to version {self._version}"]
         leaving, waiting, signals = self._leaving(), self._waiting(), _grouped(events.kept, _range_of_event)
         free = [number for number in leaving if number not in waiting and number not in moves.detours]
+        if free and (self.rows_by_range is None or self.indexed_to is not None):
+            Moving.immortal_index.function(self, None, len(self.keys) + 1)  # type: ignore[attr-defined]
         parcels: dict[int, Parcel] = {}
         rows_count = size_bytes = 0
         is_full = False
         for number in free[:ranges_max]:
             to = moves.owners[number] = leaving.pop(number)
-            for key in sorted(self._keys_by_range().pop(number, ())):
+            for key in sorted(self.rows_by_range.pop(number, ())):
                 parcel = parcels.setdefault(to, Parcel())
                 if (data := self.keys.pop_raw(key)) is not None:  # else it was forgotten
                     parcel.rows.append((key, data))
@@ -295,7 +315,7 @@ class Moving:
         changed = [number for number, to in enumerate(after) if to != before[number]]
         if any(self.shard in (before[number], after[number]) for number in changed):
             return False
-        self.shards = moves.count
+        self.shards, self.rows_by_range = moves.count, None
         moves.owners.clear()
         direct = [number for number in changed if number not in moves.detours]
         for via, ranges in _grouped(direct, before.__getitem__).items():
@@ -306,7 +326,7 @@ class Moving:
     def immortal_shard(self) -> dict[str, int | list[str]]:
         """Describe this shard for people and scripts."""
         found: dict[str, int | list[str]] = {"shard": self.shard, "shards": self.shards, "keys": len(self.keys)}
-        found["ranges"] = self._owners().count(self.shard)
+        found["ranges"] = self._owners().count(self.shard if self.moves or self.shards > 1 else 0)
         if (moves := self.moves) is not None:
             waiting, leaving = self._waiting(), self._leaving()
             found |= {"count": moves.count, "leaving": len(leaving), "forwarded": len(moves.relays)}
@@ -335,12 +355,6 @@ class Moving:
             handler = definition.by_method_id[one.handler.method_id if hasattr(one, "handler") else one.method_id]
             key = definition.codec(handler).decode(one.arguments)[0]
             found[range_of(key)] = f"{handler.name} of {key!r}"
-        return found
-
-    def _keys_by_range(self) -> dict[int, set[Any]]:
-        if self.rows_by_range is None:
-            self.rows_by_range = {number: set(keys) for number, keys in _grouped(self.keys.keys(), range_of).items()}
-        found: dict[int, set[Any]] = self.rows_by_range
         return found
 
     def note_key(self, key: Any) -> None:
@@ -388,6 +402,10 @@ def change_count(
     shards = sorted({*shard_numbers(before), *shard_numbers(count)})
     if len(versions := begin(shards)) > 1:
         raise UsageError(f"the shards have the versions {sorted(versions)}: upgrade all of them first")
+    for shard in shards:
+        after = None
+        while (after := call(shard, Moving.immortal_index, after, INDEXED_MAX)) is not None:
+            pass
     while True:
         given = [call(shard, Moving.immortal_give, *versions, *GIVE_LIMITS) for shard in shards]
         waiting = [text for _, texts in given for text in texts]

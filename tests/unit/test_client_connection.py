@@ -302,7 +302,7 @@ def test_names_of_methods() -> None:
 
 def test_names_of_queries() -> None:
     talk = opened()
-    talk.welcome(methods={3: "A.add", 4: "A.total"}, queries=[4])
+    talk.welcome(methods={3: "A.add", 4: "A.total", 5: "A.immortal_give"}, queries=[4])
     query, plain, no_query, unknown = (talk.call(one) for one in ("@query.total", "total", "@query.add", "@query.x"))
     (frame,) = talk.sent
     assert (frame.count, query.method, plain.method) == (2, 4, 4)

@@ -14,7 +14,7 @@ from immortal.appsdk.calls.outbox import encode_call, make_writer
 from immortal.appsdk.client.clients import Proxy
 from immortal.appsdk.client.errors import CallRefused
 from immortal.appsdk.handlers import moves
-from immortal.appsdk.handlers.definition import ELSEWHERE, blocks, range_of
+from immortal.appsdk.handlers.definition import ELSEWHERE, RANGES, blocks, range_of
 from immortal.appsdk.testing.instance import Pending
 from immortal.appsdk.testing.outside import OUTSIDE_NAME
 from immortal.errors import UsageError
@@ -125,6 +125,7 @@ def test_rows_move_and_calls_find_them(env: Environment) -> None:
 @pytest.mark.parametrize("order", range(2))
 def test_calls_stay_in_order_while_ranges_move(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves, "GIVE_LIMITS", (500, 2000, 1 << 18))
+    monkeypatch.setattr(moves, "INDEXED_MAX", 2)
     with Environment(order=order) as env:
         carts, shop, wide = env.start(Cart, "carts", shards=2), env.start(Shop, "shop"), env.start(WideShop, "wide")
         sent = 0
@@ -142,7 +143,8 @@ def test_calls_stay_in_order_while_ranges_move(order: int, monkeypatch: pytest.M
         require_whole(carts, {"shop": sent, "itself": sent, "wide": wide.state.sent})
 
 
-def test_a_crash_anywhere_changes_nothing() -> None:
+def test_a_crash_anywhere_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "INDEXED_MAX", 2)
     for env in crash_everywhere(runs_max=effort(14), order=1):
         with env:
             carts, shop = env.start(Cart, "carts", shards=2), env.start(Shop, "shop")
@@ -233,6 +235,27 @@ def test_a_large_range_comes_in_parts(env: Environment, monkeypatch: pytest.Monk
     env.change_shards(carts, 3)
     assert list(carts.started[3].state.keys) == sorted(names)  # type: ignore[attr-defined]
     assert carts.started[2].state.keys == {}  # type: ignore[attr-defined]
+
+
+def test_no_call_hashes_many_keys(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "STEP", (1024, 1, 1 << 18))
+    monkeypatch.setattr(moves, "INDEXED_MAX", 2)
+    carts = env.start(Cart, "carts", shards=1)
+    for key in KEYS:
+        carts[key].call(Cart.add, "test", 1)
+    show: Any = moves.Moving.immortal_shard
+    shown: Any = Pending(env._world, carts.started[0].definition, show, env._world.outside.call("carts", show, ()))
+    assert shown.result()["ranges"] == RANGES
+    hashed = [0]
+
+    def counting(key: object) -> int:
+        hashed[-1] += 1
+        return range_of(key)
+
+    monkeypatch.setattr(moves, "range_of", counting)
+    assert env.change_shards(carts, 2, meanwhile=lambda: hashed.append(0)) == []
+    assert max(hashed) == 2
+    assert [one.state.rows_by_range for one in carts.instances] == [None] * 3  # type: ignore[attr-defined]
 
 
 def test_a_shard_that_missed_moves_learns_them_first(env: Environment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from immortal.cli import main
+from immortal.cli.shards import LOCK_FILE_NAME
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.config.schema import settings_of
 from immortal.coordinator.core.notices import Level
@@ -35,6 +37,7 @@ from immortal.coordinator.project.project import (
     find_project,
     read_project,
 )
+from immortal.protocol.files import acquire_lock, opened
 from tests.helpers.projects import NEXT, SHOP, make_project
 
 
@@ -385,14 +388,26 @@ def test_keys_stay_in_their_shards(tmp_path: Path) -> None:
             project.home.joinpath(f"{name}.toml").unlink()
 
 
-def test_shards_of_what_is_none(tmp_path: Path) -> None:
-    source = "from immortal import Immortal\nclass Cart(Immortal, keyed=str): ...\n"
-    make_project(tmp_path, source, '[services.carts]\napp = "shop:Cart"\ncount = 2\n')
+def test_shards_of_what_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "from immortal import Immortal\nclass Cart(Immortal, keyed=str): ...\nclass Till(Immortal): ...\n"
+    table = '[services.carts]\napp = "shop:Cart"\ncount = 2\n[services.till]\napp = "shop:Till"\n'
+    make_project(tmp_path, source, table)
+
+    def require(*arguments: str, said: str) -> None:
+        result = CliRunner().invoke(main, ["shards", *arguments, "--project", str(tmp_path)])
+        assert result.exit_code == 1
+        assert re.search(said, result.output), result.output
+
     for arguments, said in (
         (["cart"], r"immortal.toml has no table \[services.cart\]; it has carts"),
         (["carts", "--count", "3"], "the project does not run: 'immortal up' starts it"),
         (["carts"], "there is no instance 'carts-1'"),
+        (["till"], "the class of 'till' is not keyed, so it has no shards"),
     ):
-        result = CliRunner().invoke(main, ["shards", *arguments, "--project", str(tmp_path)])
-        assert result.exit_code == 1
-        assert re.search(said, result.output)
+        require(*arguments, said=said)
+    monkeypatch.setattr("immortal.cli.shards.background", lambda project: project)
+    (home := tmp_path / ".immortal").mkdir()
+    with opened(home / LOCK_FILE_NAME, os.O_RDWR | os.O_CREAT) as lock:
+        acquire_lock(lock, 0)  # as another move does
+        said = f"process {os.getpid()} moves keys of this project: wait for it"
+        require("carts", "--count", "3", "--timeout-s", "0.01", said=said)
