@@ -238,7 +238,7 @@ def test_a_large_range_comes_in_parts(env: Environment, monkeypatch: pytest.Monk
 
 
 def test_no_call_hashes_many_keys(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "STEP", (1024, 1, 1 << 18))
+    monkeypatch.setattr(moves, "GIVE_LIMITS", (1024, 1, 1 << 18))
     monkeypatch.setattr(moves, "INDEXED_MAX", 2)
     carts = env.start(Cart, "carts", shards=1)
     for key in KEYS:
