@@ -38,7 +38,7 @@ Values = dict[str, Any]
 
 
 def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> Values:
-    """Return all that is known of one execution as plain values, to be shown. Raises ExecutionsError.
+    """Return all data about one execution as plain values, to be shown. Raises ExecutionsError.
 
     Keys: ``execution``, ``steps`` (each with ``attempts``, ``children``), ``children`` of unfinished steps, ``waits``,
     ``parent``, ``repeats``, ``problem``."""
@@ -47,13 +47,13 @@ def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> 
         key = found.key
         journal, attempts, calls = index.journal(key), index.attempts(key), index.calls(key)
         view: Values = {"execution": found, "waits": [], "problem": "", "repeats": index.repeats_of(key)}
-    live = _live(settings, found) if found.state == "waiting" else {}
+    live = _live_handler(settings, found) if found.state == "waiting" else {}
     view["problem"] = live.get("problem", "")
     view["waits"] = live.get("waits", [])
     children = [
         {"step": step, "instance": to or settings.name, "execution": child}
         for step, number, to in calls
-        for child in _called(registry, settings.name, to, number)
+        for child in _executions_of_call(registry, settings.name, to, number)
     ]
     made = live.get("steps", []) if journal is None else with_times(_steps(journal))
     view["steps"] = [
@@ -65,7 +65,7 @@ def execution_view(registry: Registry, settings: InstanceSettings, key: int) -> 
         for step in made
     ]
     had = {step["step"] for step in made}
-    view["children"] = [child for child in children if child["step"] not in had]  # not answered yet, or given up
+    view["children"] = [child for child in children if child["step"] not in had]  # no answer yet, or abandoned
     view["parent"] = _parent(registry, settings.name, found)
     return view
 
@@ -100,7 +100,7 @@ def _steps(journal: bytes) -> list[Values]:
     return [describe_step(entry) for entry in decode_journal(journal)]
 
 
-def _live(settings: InstanceSettings, execution: Execution) -> Values:
+def _live_handler(settings: InstanceSettings, execution: Execution) -> Values:
     """Return the app's description of a waiting handler, or ``problem``: the reason why there is none."""
     try:
         answer = control.query(settings.folder, "handlers", ASK_S, argument={"task": execution.key})
@@ -113,7 +113,7 @@ def _live(settings: InstanceSettings, execution: Execution) -> Values:
     return found_now
 
 
-def _called(registry: Registry, name: str, to: str, number: int) -> list[Execution]:
+def _executions_of_call(registry: Registry, name: str, to: str, number: int) -> list[Execution]:
     """Return the executions that a call began in the instance ``to``, if its index can be read here."""
     found: list[Execution] = []
     with suppress(ImmortalError), _index(registry, to or name) as index:
@@ -154,7 +154,7 @@ def duration_of(execution: Execution) -> str:
 
 
 def execution_lines(name: str, view: Values) -> Iterator[str]:
-    """Yield an execution as lines of text."""
+    """Yield lines of text that show an execution. ``view``: from :func:`execution_view`."""
     one: Execution = view["execution"]
     yield f"execution {one.id}: {one.call}"
     result = "" if one.result is None else f": {one.result}"
@@ -202,7 +202,7 @@ def _linked(child: Values) -> str:
 
 
 def chosen(settings: InstanceSettings, verb: str, query: Query, ids: Sequence[str] = ()) -> list[Execution]:
-    """Return the executions that ``verb`` is for: those of ``ids``, else those of ``query``. Raises ExecutionsError.
+    """Return the executions to which ``verb`` applies, by ``ids`` if given, else by ``query``. Raises ExecutionsError.
 
     A "restart" by a query omits waiting ones, unless the query has a state; the other verbs are only for waiting ones.
     """

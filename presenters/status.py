@@ -41,7 +41,7 @@ APP_TIMEOUT_S = 2.0
 
 
 def instance_status(registry: Registry, name: str, stopped: Values | None = None) -> dict[str, Any]:
-    """Return the status of an instance: its own answer, else the fields that its log has, else an "error".
+    """Return the status of an instance: from its process, else from its log, else an "error".
 
     "state" is its state as a text to show. ``stopped``: the result of :func:`stopped_status`, if it is known.
     """
@@ -61,7 +61,7 @@ def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
     try:
         row = {"pid": found.pid, **control.query(settings.folder, "status")}
     except control.NotRunningError:
-        return None  # it stopped just now
+        return None  # the instance stopped just now
     return row | ({} if row.get("app_silent_s") else waits(settings))
 
 
@@ -99,7 +99,7 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def stopped_status(settings: InstanceSettings) -> dict[str, Any]:
-    """Return the status fields that the log of an instance has. Raises LogError."""
+    """Return the status fields of a stopped instance, read from its log. Raises LogError."""
     if not log_exists(settings.log):
         lost = f"its log is missing from {settings.log}: bring it back ('immortal doctor {settings.name}')"
         return {"name": settings.name, "phase": NOT_STARTED} | (
@@ -160,7 +160,7 @@ def _failures(summary: LogSummary) -> dict[str, Any]:
 
 
 def problems(row: dict[str, Any]) -> list[str]:
-    """Return texts of an instance's problems, each with its name and, if one is known, a remedy."""
+    """Return the problems in an instance's status as texts, each with the instance's name and a known remedy."""
     name, outputs = row["name"], row.get("outputs", {})
     found = [f"{name}: {problem}" for problem in (*row.get("problems", ()), *_problems(row, name), *_failed(row))]
     found += [f"{name} to {to}: {one['error']}" for to, one in outputs.items() if one.get("error")]
@@ -172,7 +172,7 @@ def _problems(row: dict[str, Any], name: str) -> Iterator[str]:
         limits = "peer_buffer_mib_max and spill_limit_mb"
         yield f"its app is held up: too much output waits for {', '.join(row['held_up_for'])} ({limits})"
     if paused := row.get("paused"):
-        yield f"paused by {_by_and_since(paused)}; incoming messages are logged and wait ('immortal resume {name}')"
+        yield f"paused by {_pause_text(paused)}; incoming messages are logged and wait ('immortal resume {name}')"
     yield from map(format_waits, row.get("multicasts", ()))
     if unsaved := format_unsaved(row):
         yield unsaved
@@ -205,7 +205,7 @@ def format_unsaved(row: dict[str, Any]) -> str:
 
 
 def clock_problem(clock: dict[str, Any]) -> str:
-    """Format the difference between the machine's clock and the instance's time, and its treatment."""
+    """Format the difference between the machine's clock and the instance's time, and how the instance handles it."""
     ahead_s = clock["ahead_s"]
     way = f"{age_text(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} the instance's time"
     if clock.get("slowed"):
@@ -275,17 +275,17 @@ def format_paused(answer: Values) -> str:
     """Format the result of a pause."""
     if answer["changed"]:
         return "paused; incoming messages are logged, and wait until it is resumed"
-    return f"it is paused already, by {_by_and_since(answer['paused'])}"
+    return f"it is paused already, by {_pause_text(answer['paused'])}"
 
 
 def format_resumed(answer: Values) -> str:
     """Format the result of a resume."""
     if answer["changed"]:
-        return f"resumed; it was paused by {_by_and_since(answer['paused'])}"
+        return f"resumed; it was paused by {_pause_text(answer['paused'])}"
     return "it was not paused: there is nothing to resume"
 
 
-def _by_and_since(paused: Values) -> str:
+def _pause_text(paused: Values) -> str:
     return f"{paused['by']} since {time_text(paused['since_ns'])}"
 
 

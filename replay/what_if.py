@@ -59,7 +59,7 @@ class WhatIf(Struct):
     differently.
 
     A side's ``failure`` ends the comparison there. ``upgrade_error``: the new code could not take over the state; then
-    there are no results. ``upgrade_now_error``: it could, but not the newest state with its present waits.
+    there are no results. ``upgrade_now_error``: it could take over that one, but not the newest state.
     ``by_position``: the apps do not report which input caused which output. ``ends``: the record at which a side's app
     ends; the other fields then cover the records before the first of these.
     """
@@ -155,7 +155,7 @@ def _run_both(
     route = routes[Side.OLD]
     old_class, new_class = (apps[side].name.rpartition(":")[2] for side in Side)
     is_other = apps[Side.NEW].code is not None and old_class == new_class
-    run = _Run(limit, progress, comes_from_elsewhere=is_other)
+    run = _Run(limit, progress, is_in_other_folder=is_other)
     prover = _ProvingSink(run, Side.OLD, route.checkpoint.outputs, shared)
     sinks: dict[Side, _ComparingSink] = {Side.OLD: prover, Side.NEW: _ComparingSink(run, Side.NEW)}
     results: dict[Side, ReplayResult] = {}
@@ -183,7 +183,7 @@ def _run_both(
         route,
         {} if run.upgrade_error else results,
         run.findings,
-        _fates(shared, route, results.get(Side.NEW)),
+        _outcome_changes(shared, route, results.get(Side.NEW)),
         run.comparison.equal_count,
         run.by_position is True,
         run.upgrade_error,
@@ -193,7 +193,7 @@ def _run_both(
     )
 
 
-def _fates(source: RecordSource, route: Route, new: ReplayResult | None) -> list[OutcomeChanges]:
+def _outcome_changes(source: RecordSource, route: Route, new: ReplayResult | None) -> list[OutcomeChanges]:
     if new is None:
         return []
     end = new.last_sequence_id + 1, 0
@@ -244,11 +244,11 @@ class _StoppedError(Exception):
 
 
 class _Run:
-    """State that both sides share. Their outputs meet in ``comparison``, which one side at a time uses."""
+    """State of a what-if that both sides share. One side at a time uses ``comparison``, which compares the outputs."""
 
-    def __init__(self, limit: int, progress: Progress | None, *, comes_from_elsewhere: bool) -> None:
-        """Create the state. ``comes_from_elsewhere``: the new code is the same class from another, named folder."""
-        self._comes_from_elsewhere = comes_from_elsewhere
+    def __init__(self, limit: int, progress: Progress | None, *, is_in_other_folder: bool) -> None:
+        """Create the state. ``is_in_other_folder``: the new code is the same class from another, named folder."""
+        self._is_in_other_folder = is_in_other_folder
         self._codes: dict[Side, Code | None] = {}
         self.findings = Findings(limit)
         self.numbers = DrawnNumbersQueue()
@@ -306,7 +306,7 @@ class _Run:
 
     def note_code(self, side: Side, code: Code | None) -> None:
         """Note that ``side`` runs ``code``. Raises ReplayError if both sides run the same file, _StoppedError."""
-        if not self._comes_from_elsewhere:
+        if not self._is_in_other_folder:
             return
         with self._changed:
             self._codes[side] = code
@@ -344,7 +344,7 @@ class _Run:
         )
 
     def finish(self, side: Side, result: ReplayResult) -> None:
-        """Note that ``side`` has no more outputs."""
+        """Note the end of ``side``: it makes no more outputs."""
         failure = result.failure
         with self._changed:
             if failure is None:
@@ -418,7 +418,7 @@ class _ProvingSink(_ComparingSink):
         self._checks = {name: OutputCheck(name, mark, self._differs) for name, mark in outputs.items()}
 
     def _differs(self, divergence: Divergence) -> None:
-        if not self.forgotten():  # else both sides get the same nothing, and can be compared
+        if not self.forgotten():  # else both sides lack the same data, and can be compared
             raise OutputDivergenceError(divergence)
 
     def _check(self, destination: str) -> OutputCheck:
@@ -497,7 +497,7 @@ class Why(Enum):
 
 
 class Unknown(Struct, frozen=True):
-    """Unknown consequences. ``count``: of outputs or handlers whose consequences are unknown. ``text``: in words.
+    """Unknown consequences of one kind. ``count``: number of outputs or handlers that have them. ``text``: in words.
 
     ``hides_state``: the instance's own inputs would be others, so its state at the end is unknown, even if no
     difference was found.

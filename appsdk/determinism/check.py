@@ -86,7 +86,7 @@ def _package_of(app: type) -> str:
 
 
 class Search:
-    """Search through all code reached from the handlers; each function once for each class that it is a method of."""
+    """Search through all code that handlers reach; a method is searched once for each class that has it."""
 
     def __init__(self, apps: Sequence[type]) -> None:
         self.apps = tuple(apps)
@@ -118,7 +118,7 @@ class Search:
         source = self._source(function)
         for node in source.find(function.__code__):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                for place, what in misfits(definition, handler, node):
+                for place, what in return_mismatches(definition, handler, node):
                     if not source.opted_out(place):
                         self.add(function.__code__, place.lineno, what, INSTEAD)  # type: ignore[attr-defined]
 
@@ -127,7 +127,7 @@ class Search:
         self._findings[Finding(code.co_filename, line, where, what, instead)] = None
 
     def follow(self, value: Value) -> None:
-        """Search the function of a value that is called or passed on here, if it is the user's."""
+        """Search the function that ``value`` is, or that it calls, if it is the user's."""
         if isinstance(value, Bound):
             self._enter(value.function, value.receiver)
         elif isinstance(value, Known):
@@ -193,10 +193,10 @@ _BUILT: dict[type[ast.expr], tuple[str, frozenset[type]]] = {  # the description
     ast.DictComp: ("a dict", frozenset({dict})),
 }
 _PLAIN = frozenset({NoneType, bool, int, float, str, bytes, list, tuple, set, frozenset, dict})
-_GOES_ON = frozenset({"fork", "append", "add", "update", "extend", "clear", "discard", "remove", "insert"})
+_RETURNING_METHODS = frozenset({"fork", "append", "add", "update", "extend", "clear", "discard", "remove", "insert"})
 
 
-def misfits(
+def return_mismatches(
     definition: Definition, handler: Handler[Any, Any], node: ast.FunctionDef | ast.AsyncFunctionDef
 ) -> Iterator[tuple[ast.AST, str]]:
     """Yield the return statements that do not fit the annotation, each with the reason."""
@@ -208,21 +208,21 @@ def misfits(
     annotated = ast.unparse(node.returns) if node.returns is not None else "None"
     returns = [each for each in nodes_of_function(node) if isinstance(each, ast.Return)]
     for each in returns:
-        if (found := _misfit(each.value, hint, decode)) is not None:
+        if (found := _mismatch(each.value, hint, decode)) is not None:
             yield each, f"returns {found} where '-> {annotated}' is declared"
     leaves = (ast.Raise, ast.Assert, ast.Yield, ast.YieldFrom)
     raises = any(isinstance(each, leaves) for each in nodes_of_function(node))
     ends = not returns and not raises and _can_fall_through(node.body)
-    if ends and _misfit(None, hint, decode) is not None:
+    if ends and _mismatch(None, hint, decode) is not None:
         yield node.body[-1], f"ends without a 'return' where '-> {annotated}' is declared"
 
 
-def _misfit(value: ast.expr | None, hint: Any, decode: Any) -> str | None:
-    """Return the text of a returned value that surely does not fit the annotation; None: it can fit."""
+def _mismatch(value: ast.expr | None, hint: Any, decode: Any) -> str | None:
+    """Return a returned value as text if it surely does not fit the annotation; None: it can fit."""
     try:
         literal = None if value is None else ast.literal_eval(value)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return _misfit_by_kind(value, hint)
+        return _mismatch_by_kind(value, hint)
     try:
         decode(encoder.encode(literal))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError):
@@ -233,7 +233,7 @@ def _misfit(value: ast.expr | None, hint: Any, decode: Any) -> str | None:
     return None
 
 
-def _misfit_by_kind(value: ast.expr | None, hint: Any) -> str | None:
+def _mismatch_by_kind(value: ast.expr | None, hint: Any) -> str | None:
     """Return the kind of a returned expression that does not fit a plain annotation; None: it can fit."""
     name, kinds = _BUILT.get(type(value), ("", frozenset()))  # type: ignore[arg-type]
     cls = NoneType if hint is None else shape(hint)[0]
@@ -241,12 +241,12 @@ def _misfit_by_kind(value: ast.expr | None, hint: Any) -> str | None:
 
 
 def _can_fall_through(body: list[ast.stmt]) -> bool:
-    """Return True if the body surely reaches its end: no stub, no endless loop, no call that can run forever."""
+    """Return True if the body surely reaches its end: its last statement is no stub, loop or unknown call."""
     last = body[-1]
     if isinstance(last, ast.If):
         return _can_fall_through(last.body) or (bool(last.orelse) and _can_fall_through(last.orelse))
     if isinstance(last, ast.Expr):
         value = last.value.value if isinstance(last.value, ast.Await) else last.value
         function = value.func if isinstance(value, ast.Call) else None
-        return isinstance(function, ast.Attribute) and function.attr in _GOES_ON
+        return isinstance(function, ast.Attribute) and function.attr in _RETURNING_METHODS
     return isinstance(last, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete)

@@ -22,13 +22,13 @@ _SETS = (collections.abc.Set, collections.abc.MutableSet)
 
 
 class Known(Struct, frozen=True):
-    """Value that is a known object."""
+    """Value that is known: the object ``value`` itself."""
 
     value: Any
 
 
 class Instance(Struct, frozen=True):
-    """Value of an annotated type. ``of_state``: it is part of the app's attributes.
+    """Unknown value of a known type, ``hint``. ``of_state``: it is part of the app's attributes.
 
     ``waits``: it is the ``self`` of an async handler, whose attributes are awaitable calls.
     """
@@ -97,7 +97,7 @@ def hints_of(subject: Any) -> dict[str, Any]:
 
 
 def state_names(cls: Any) -> frozenset[str]:
-    """Return the names of an app's attributes: of the saved and the Transient ones."""
+    """Return the names of an app's attributes, both saved and Transient ones."""
     try:
         state = vars(cls)["_immortal_definition"].state()
     except Exception:  # no app, or annotations that can't be evaluated

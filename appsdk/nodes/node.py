@@ -118,15 +118,15 @@ def node_definition(cls: object) -> NodeDefinition:
 class NodeContext:
     """Context of one node: it makes the node's handlers.
 
-    ``life``: an appsdk.nodes.nodes.Nodes; None: a plain object that no instance created. ``number``: of the node in
-    that life.
+    ``nodes``: an appsdk.nodes.nodes.Nodes; None: a plain object that no instance created. ``number``: of the
+    node in it.
     """
 
-    __slots__ = ("_node", "life", "number")
+    __slots__ = ("_node", "nodes", "number")
 
-    def __init__(self, node: Node, life: Any = None, number: int = 0) -> None:
+    def __init__(self, node: Node, nodes: Any = None, number: int = 0) -> None:
         self._node = node
-        self.life = life
+        self.nodes = nodes
         self.number = number
 
     @property
@@ -140,9 +140,9 @@ class NodeContext:
 
     def _fork(self, name: str) -> Any:
         def fork(*arguments: Any, **keywords: Any) -> None:
-            if self.life is None:
+            if self.nodes is None:
                 raise UsageError(f"{name}.fork: no instance has made this node: immortal.create_node(...) does")
-            getattr(self.life.handle_of(self.number), name).fork(*arguments, **keywords)
+            getattr(self.nodes.handle_of(self.number), name).fork(*arguments, **keywords)
 
         return fork
 
@@ -174,12 +174,12 @@ class Node:
     @property
     def owner(self) -> Any:
         """Instance that owns the node. Raises UsageError."""
-        life = self._immortal_context.life
-        if life is None:
+        nodes = self._immortal_context.nodes
+        if nodes is None:
             raise UsageError(
                 f"{type(self).__qualname__}.owner: no instance has made this node: immortal.create_node(...) does"
             )
-        return life.instance
+        return nodes.instance
 
 
 # The nodes of an instance, by number: created, saved in checkpoints, and moved to newer classes.
@@ -192,11 +192,11 @@ class SavedNode(msgspec.Struct, array_like=True):
 
 
 class NodeTable:
-    """Table of live nodes. ``life``: an immortal.appsdk.nodes.nodes.Nodes, to which the nodes belong."""
+    """Table of live nodes. ``owner``: an immortal.appsdk.nodes.nodes.Nodes, to which the nodes belong."""
 
-    def __init__(self, life: Any) -> None:
+    def __init__(self, owner: Any) -> None:
         self.definition: Definition | None = None
-        self._life = life
+        self._owner = owner
         self.nodes: dict[int, Node] = {}  # by number
 
     def use(self, definition: Definition) -> None:
@@ -242,7 +242,7 @@ class NodeTable:
     def _new(self, cls: type, number: int) -> Node:
         given: Any = cls
         made: Node = given._immortal_node.state().with_own_defaults(given.__new__(given))
-        made._immortal_context = NodeContext(made, self._life, number)
+        made._immortal_context = NodeContext(made, self._owner, number)
         return made
 
 
@@ -250,12 +250,12 @@ class NodeTable:
 
 
 class HandleMethod:
-    """Handler of a node, called through a handle. ``life``: an immortal.appsdk.nodes.nodes.Nodes."""
+    """Handler of a node, called through a handle. ``nodes``: an immortal.appsdk.nodes.nodes.Nodes."""
 
-    __slots__ = ("_handle", "_handler", "_life")
+    __slots__ = ("_handle", "_handler", "_nodes")
 
-    def __init__(self, life: Any, handle: Any, handler: Handler[Any, Any]) -> None:
-        self._life = life
+    def __init__(self, nodes: Any, handle: Any, handler: Handler[Any, Any]) -> None:
+        self._nodes = nodes
         self._handle = handle
         self._handler = handler
 
@@ -264,7 +264,7 @@ class HandleMethod:
         return self._handler.function.__qualname__
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
-        life, context = self._life, self._life.context
+        nodes, context = self._nodes, self._nodes.context
         bound = bind_arguments(self._name, self._handler.signature, arguments, keywords)
         if threading.get_ident() != context.handling_thread_id:
             raise outside_handler_error(context, self._name)
@@ -273,28 +273,28 @@ class HandleMethod:
             codec = node_definition(self._handle._immortal_of[2]).codec(self._handler)
             if codec.needs_forms:
                 bound, keywords = codec.tag_values(bound), {"": None}
-            life.send(self._handle, self._handler, bound if keywords else arguments)
+            nodes.send(self._handle, self._handler, bound if keywords else arguments)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        life = self._life
-        task = life.context.tasks.running
+        nodes = self._nodes
+        task = nodes.context.tasks.running
         if task is None:
             raise UsageError(
                 f"{self._name}(...): only async handlers wait for an answer: send the call with "
                 f"{self._handler.name}.fork(...), or move it into an 'async def' handler"
             )
-        make_call: Callable[..., Any] = life.make_call
+        make_call: Callable[..., Any] = nodes.make_call
         return make_call(task, self._handle, self._handler, arguments, keywords)
 
 
 class Inbox:
-    """Receiver of messages for the nodes of one instance. ``life``: its immortal.appsdk.nodes.nodes.Nodes."""
+    """Receiver of messages for the nodes of one instance. ``nodes``: its immortal.appsdk.nodes.nodes.Nodes."""
 
-    def __init__(self, life: Any) -> None:
-        self._life = life
-        self._context: Context = life.context
-        self._accounts: Accounts = life.accounts
-        self._living: NodeTable = life.living
+    def __init__(self, nodes: Any) -> None:
+        self._nodes = nodes
+        self._context: Context = nodes.context
+        self._accounts: Accounts = nodes.accounts
+        self._living: NodeTable = nodes.living
         self.hooks: list[tuple[str, Any]] = []
 
     def note_verdict(self, message: bytes, verdict: Verdict) -> None:
@@ -400,19 +400,19 @@ class Inbox:
         if isinstance(message, Stale):
             if sender != self._context.instance_name:
                 return False
-            self.hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
+            self.hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._nodes)))
         elif isinstance(message, Ending):
             if message.how not in (DESTROYED, REVOKED):
                 return False
             if message.owner != self._context.instance_name and not self._accounts.holder.has_entry(
                 message.owner, message.key
             ):
-                self.hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
+                self.hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._nodes)))
         elif isinstance(message, Forgotten):
             self._accounts.holder.forget(sender, message.key)
         elif sender != self._context.instance_name:
             self._accounts.holder.note_end(sender, message.key, message.how)
-            self.hooks.append((f"on_{message.how}", make(sender, message.key, None, self._life)))
+            self.hooks.append((f"on_{message.how}", make(sender, message.key, None, self._nodes)))
         else:
             grant = self._accounts.owner.grants.get(message.key)
             if grant is None or grant.stage != Stage.ENDING:
@@ -427,10 +427,10 @@ class Inbox:
         accounts = self._accounts
         accounts.send_actions()
         released, accounts.released = accounts.released, []
-        self.hooks += [("on_last_release", self._life.make_handle(one.key, one.node)) for one in released]
+        self.hooks += [("on_last_release", self._nodes.make_handle(one.key, one.node)) for one in released]
 
     def _run_hook(self, name: str, handle: Any) -> None:
-        function = hook_of(type(self._life.instance), name)
+        function = hook_of(type(self._nodes.instance), name)
         if function is None:
             return
         hook: Any = SimpleNamespace(

@@ -58,10 +58,10 @@ SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not delay the handlers f
 
 
 class _EndAtOnce:
-    """Handler of SIGTERM, which ends the process at once, wherever it is, with ``status``.
+    """Signal handler of SIGTERM that ends the process at once, in the middle of any code, with ``status``.
 
     It raises nothing: an exception could appear anywhere, in a ``finally``, in a ``__del__``, or when Python ends, and
-    show as a traceback or be swallowed. Nothing must be saved: the log has it all.
+    show as a traceback or be swallowed. Nothing must be saved: the log has all input.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Output(io.FileIO):
 
     @classmethod
     def for_lines(cls, stream: TextIO) -> TextIO:
-        """Return a stream that writes each line at once to the file of ``stream``, also if that is no terminal."""
+        """Return a stream that writes each line at once to the file of ``stream``, even if it is not a terminal."""
         if not isinstance(stream, io.TextIOWrapper):
             return stream
         file = io.BufferedWriter(cls(stream.fileno(), "wb", closefd=False))
@@ -258,7 +258,7 @@ def _run_to_status(cls: type, address: str | None, options: RunOptions | None, s
     except ImmortalError as error:
         print_message(
             label, str(error) if isinstance(error, DeterminismError) else explain(error, cls)
-        )  # it has the lines
+        )  # a DeterminismError names the lines
         return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

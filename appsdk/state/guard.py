@@ -53,8 +53,8 @@ def _length(value: Any) -> int:
     return len(value) if type(value) in _SEQUENCES or type(value) in _MAPPINGS else 0
 
 
-def _end(value: Any, count: int) -> Any:
-    """Return the last ``count`` items, in the same form."""
+def _last_items(value: Any, count: int) -> Any:
+    """Return the last ``count`` items, in a container of the same type."""
     if (cut := _SEQUENCES.get(type(value))) is not None:
         return cut(value, count)
     made = _MAPPINGS[type(value)](value)
@@ -74,11 +74,11 @@ class Guard:
         self._schema: StateSchema | None = None
         self._instance: Any = None
         self._snapshots: dict[str, _Snapshot] = {}
-        self._excluded: set[str] = set()  # attributes that could not be saved before any of the checked messages
+        self._excluded: set[str] = set()  # attributes that could not be saved even before the first checked message
         self._names: set[str] = set()  # of attributes
 
     def begin(self, schema: StateSchema, instance: Any, size_bytes: int) -> None:
-        """Begin with the present state, whose problems are no message's fault. ``size_bytes``: its recent size."""
+        """Begin with the present state, whose problems no later message has caused. ``size_bytes``: its recent size."""
         self._schema = None if schema.serializer == "own" else schema  # that runs code of the user's
         self._instance = instance
         self._snapshots.clear()
@@ -113,7 +113,7 @@ class Guard:
         return small
 
     def suspend(self) -> None:
-        """Stop until the state is next saved: later messages must not be blamed for the present problem."""
+        """Stop checking until the next save of the state: later messages must not be blamed for the present problem."""
         self._schema = None
 
     def check(self) -> StateError | None:
@@ -165,7 +165,7 @@ class Guard:
         count = min(count, NEW_ITEMS_MAX)
         if count <= 0 or not _length(value):
             return None
-        end = _end(value, count)
+        end = _last_items(value, count)
         # Only in case of a problem the whole value is checked: that gives the path.
         return None if self._problem(name, end) is None else self._problem(name, value)
 

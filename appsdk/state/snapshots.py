@@ -7,7 +7,7 @@ it.
 A lock that another thread held at the fork stays held in the child. Python's own locks and those of the C library are
 created again there; a lock of a library or of the user's, which encoding the state can need, is not. For that reason
 Python 3.12 warns of each fork with other threads. Here other threads always exist, so the warning is of no use:
-instead, a child that is silent for SILENCE_S_MAX is killed, and the next checkpoint is taken without one.
+instead, a child that is silent for SILENCE_S_MAX is killed, and the next checkpoint is taken without a child.
 
 The pipe carries a kind (1 byte), a size (8 bytes, little endian), then that many bytes: the blob, or a text.
 """
@@ -67,7 +67,7 @@ class SnapshotReader:
         return b""
 
     def end(self, how: str) -> str:
-        """Finish: the child has ended in the way ``how``. Return why there is no blob; "" if it is complete.
+        """End the reading; ``how``: how the child ended. Return why there is no blob; "" if it is complete.
 
         Raises StateError if the state can't be saved.
         """
@@ -152,7 +152,7 @@ class Snapshot:
         return self.silent_since_s + SILENCE_S_MAX - time.monotonic()
 
     def note_unread(self) -> None:
-        """Note that the child has no room for output: its silence counts from when there is room."""
+        """Note that the pipe is full: the child counts as silent only from the time at which there is room again."""
         self.silent_since_s = time.monotonic()
 
     def _give_up(self) -> None:
@@ -272,9 +272,9 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 SMALL_SIZE_BYTES_MAX = 1 << 20  # of a state: a new copy each TAIL_SIZE_BYTES_MAX of log costs almost nothing
-TAIL_SIZE_BYTES_MAX = 16 << 20  # of the records since: what a rewind handles again
+TAIL_SIZE_BYTES_MAX = 16 << 20  # of the records since the copy: a rewind handles them again
 KEPT_TAIL_SIZE_BYTES_MAX = 256 << 20  # ... if the later state can't be copied: to find the message that broke it
-LATELY_SIZE_BYTES = 256 << 20  # of log: how long copies of a large state are kept for the next failure
+RECENT_FAILURE_SIZE_BYTES = 256 << 20  # of log: for so much after a failure, copies of a large state are kept
 
 
 @dataclass(slots=True)
@@ -285,7 +285,7 @@ class Copy:
     sequence_id: int
     tail: list[Record] = field(default_factory=list)
     tail_size_bytes: int = 0
-    retry_size_bytes: int = 0  # of the tail: below it, no other copy could be taken
+    retry_size_bytes: int = 0  # size of the tail at which the next copy is tried, after one failed
 
 
 class Copies:
@@ -299,14 +299,14 @@ class Copies:
         self.current: Copy | None = None
         self.keeps_all = self.pinned = False
         self.enabled = enabled
-        self._large_left_bytes = LATELY_SIZE_BYTES if keeps_large else 0
+        self._large_left_bytes = RECENT_FAILURE_SIZE_BYTES if keeps_large else 0
 
     def expect_failures(self) -> None:
         """Keep copies from here on: a call has failed, and the next one can fail."""
-        self._large_left_bytes = LATELY_SIZE_BYTES
+        self._large_left_bytes = RECENT_FAILURE_SIZE_BYTES
 
     def take(self, pieces: Sequence[bytes], sequence_id: int) -> bool:
-        """Keep the blob of ``pieces`` as the state after the record ``sequence_id``; return False if an older one has
+        """Keep the blob of ``pieces`` as the copy after the record ``sequence_id``; return False if an older copy has
         to stay."""
         if self.pinned and self.current is not None:
             return False
@@ -325,7 +325,7 @@ class Copies:
 
     def add(self, record: Record, *, rewound: bool, undo_size_bytes: int = 0) -> bool:
         """Add a handled record; return True if a new copy is due. ``rewound``: one of its messages failed.
-        ``undo_size_bytes``: what tables keep in memory for a rewind."""
+        ``undo_size_bytes``: size of the data that tables keep in memory for a rewind."""
         copy = self.current
         if copy is None:
             return False

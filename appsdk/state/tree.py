@@ -226,7 +226,7 @@ def differences(old: Tree, new: Tree, path: str = "") -> Iterator[Difference]:
 
 
 def _step(holder: dict[Any, Tree], key: Any, path: str) -> str:
-    """Return the text of a step, which distinguishes keys that a dict takes for equal, such as 1 and True."""
+    """Return the path of ``holder[key]``; the text of the key distinguishes equal keys such as 1 and True."""
     if isinstance(holder, Fields):
         return f".{key}" if path else f"{key}"
     return f"[{key!r}]"

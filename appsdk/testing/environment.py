@@ -1,4 +1,4 @@
-"""Environment of a test: instances in one process, on its own clock. See docs/how-to/testing.md."""
+"""Test environment: instances in one process, with a clock of their own. See docs/how-to/testing.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Environment:
     """Test environment for instances in this process: real coordinators, logs in memory, the real SDK.
 
     It has no thread, no socket and no file. ``start``: first time of its clock, aware. ``seed``: of the apps'
-    randomness. ``order``: seed of the order of all things that could happen at one moment; None: each instance in turn.
+    randomness. ``order``: seed of the order of simultaneous events; None: each instance in turn.
     The same three give the same run. ``crashes``: see :func:`immortal.appsdk.testing.crash_everywhere`, which makes
     one.
 
@@ -219,7 +219,7 @@ class Environment:
         self._world.is_closed = True
 
     def check_replays(self) -> None:
-        """Check at any moment what :meth:`close` checks. Raises ReplayDiffers."""
+        """Replay each log so far and compare, like :meth:`close`, but without an end. Raises ReplayDiffers."""
         __tracebackhide__ = True
         self.run()
         nodes = [node for node in self._world.nodes.values() if node.definition is not None]

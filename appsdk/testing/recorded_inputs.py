@@ -1,4 +1,4 @@
-"""Inputs from outside in the logs of a fleet: calls of clients and hooks, and what answers the services outside.
+"""Inputs from outside in a fleet's logs: calls of clients and hooks, results of effects, answers of other services.
 
 A sample (:mod:`immortal.appsdk.testing.sample`) gives some of them to the same services again.
 """
@@ -35,7 +35,7 @@ Fleet = Mapping[str, Recorded]
 
 
 class Input(Struct):
-    """Input from outside that a log has.
+    """Input from outside, as recorded in a log.
 
     ``kind``: "request" of a client, "impulse" of a hook, "call" of a service without a log; and "result" of an effect,
     or of a call to a service without a log, which is only redacted. ``method``: as ``Shop.order``, or an effect's name.
@@ -58,14 +58,14 @@ Redact = Callable[[Input], Mapping[str, Any]]
 
 
 class Redaction:
-    """Replacement of arguments by a user's function. ``replaced``: texts that were in them and are not any more."""
+    """Replacement of arguments by a user's function. ``replaced``: texts that it has removed from the arguments."""
 
     def __init__(self, function: Redact | None) -> None:
         self._function = function
         self.replaced: set[str] = set()
 
     def encoded(self, one: Input, raws: Sequence[msgspec.Raw]) -> list[msgspec.Raw]:
-        """Return the encoded arguments of an input, replaced if they are to be. Raises ReplayError."""
+        """Return the encoded arguments of an input, replaced by the user's function if any. Raises ReplayError."""
         if self._function is None:
             return list(raws)
         given = replace(one, arguments=deepcopy(one.arguments))  # it may change values in place
@@ -94,9 +94,9 @@ def _texts(value: object) -> Iterator[str]:
 
 
 class Given(Struct):
-    """Input with the message that gives it. ``sender``: the client, or the instance whose impulse or call it is.
+    """Input with its message. ``sender``: the client, or the instance that sent the impulse or call.
 
-    ``record``: the record that has it; ``at_ns``: when it is sent.
+    ``record``: sequence ID of its record; ``at_ns``: when a sample sends it.
     """
 
     input: Input
@@ -108,8 +108,8 @@ class Given(Struct):
 
 
 class Result(Struct, frozen=True):
-    """Recorded answer of what is outside to a service. ``requested_ns``: when it was asked for; ``delay_ns``: how long
-    it took."""
+    """Recorded result of a service's effect or of its call to a service without a log. ``requested_ns``: time of the
+    request; ``delay_ns``: from it to the result."""
 
     service: str
     method: str
@@ -120,7 +120,7 @@ class Result(Struct, frozen=True):
 
 
 class Results:
-    """Recorded answers, by what was asked. One is taken for equal arguments, else for others, and at that time."""
+    """Recorded results by request. A request gets one for equal arguments if any, else one for other arguments."""
 
     def __init__(self, redaction: Redaction, end_ns: int) -> None:
         self._redaction = redaction
@@ -138,9 +138,9 @@ class Results:
             results.sort(key=lambda one: one.requested_ns)
 
     def match(self, request: tuple[object, ...], encoded: bytes, now_ns: int) -> Result | None:
-        """Return the answer that was asked for nearest to this time; of those of one moment, the next one.
+        """Return the result whose request was nearest in time; of several requests at one time, the next unused one.
 
-        None if there is none, or it would come after the end.
+        None if there is none, or if it would come after the end.
         """
         equal = self._all.get((request, encoded))
         results = equal or self._all.get(request)
@@ -173,7 +173,7 @@ class Results:
 
 
 class Times:
-    """Times at which a service was told the time, and when its timers were due then."""
+    """Recorded times of a service: when its log noted the time, and when its next timer was due then."""
 
     def __init__(self, recorded: Recorded, end_ns: int) -> None:
         self.logged_ns: list[int] = []
@@ -184,7 +184,7 @@ class Times:
         self._end_ns = end_ns
 
     def fires_at_ns(self, due_ns: int) -> int | None:
-        """Return when a timer that is due goes off: when the log told the time, if one was due by then; None: never."""
+        """Return when a timer due at ``due_ns`` fires: as late as in the log if one was due there too; None: never."""
         was_due_ns = self._due[max(0, bisect_right(self._times, due_ns) - 1)]
         if was_due_ns is None or was_due_ns > due_ns:
             return due_ns if due_ns <= self._end_ns else None
@@ -205,7 +205,7 @@ class Delays:
         self._pairs.sort(key=lambda pair: pair[0])
 
     def at(self, now_ns: int) -> int:
-        """Return the delay of a message that is made now: that of the message then, or of the last one before."""
+        """Return the delay of a message made at ``now_ns``: that of the recorded one then, or of the last before."""
         at = bisect_left(self._pairs, now_ns, key=lambda pair: pair[0])
         if at == len(self._pairs) or self._pairs[at][0] != now_ns:
             at -= 1
@@ -213,7 +213,7 @@ class Delays:
 
 
 class Inputs:
-    """All inputs from outside of a fleet from ``begin_ns`` to ``end_ns``, and the times of the rest.
+    """All inputs from outside of a fleet from ``begin_ns`` to ``end_ns``, and the delays and times of other messages.
 
     ``unknown``: messages by service that no handler of the class takes, such as orders of operators.
     """

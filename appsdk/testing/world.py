@@ -168,7 +168,7 @@ class Node:
     # --- turns ------------------------------------------------------------------------------------------------------
 
     def do(self, action: Callable[[], None]) -> None:
-        """Run ``action``, as every step of this instance: a crash within it restarts the instance at once."""
+        """Run ``action`` as one step of this instance: a crash within it restarts the instance at once."""
         try:
             action()
             if self._app_is_lost:
@@ -230,7 +230,7 @@ class Node:
             raise app.error
 
     def _deliver_unasked(self) -> bool:
-        """Deliver what the app sends unasked: calls from outside the handlers, and the time."""
+        """Deliver output that the app makes without input: calls from outside the handlers, and the time."""
         app, now_ns = self.app, self.world.now_ns
         if self.wake_ns is not None and self.wake_ns <= now_ns:
             self.wake_ns = None
@@ -398,7 +398,7 @@ class World:
         steps_left = STEPS_MAX
         at_rest = False
         while not at_rest:
-            moved, at_rest = self._pass(steps_left) if self._random is None else self._drawn(self._random)
+            moved, at_rest = self._pass(steps_left) if self._random is None else self._random_step(self._random)
             steps_left -= moved
             if steps_left <= 0:
                 raise LivelockError(
@@ -407,7 +407,7 @@ class World:
                 )
 
     def _pass(self, steps_max: int) -> tuple[int, bool]:
-        """Run each instance in turn, as far as possible; return (number of steps, True if all are at rest after it)."""
+        """Run each instance in turn until it has nothing to do; return (number of steps, True if all are at rest)."""
         steps = 0
         for node in list(self.nodes.values()):
             while steps < steps_max and node.step():
@@ -417,7 +417,7 @@ class World:
             steps += 1
         return steps, steps == own_steps  # they reach each other only over the network
 
-    def _drawn(self, rng: random.Random) -> tuple[int, bool]:
+    def _random_step(self, rng: random.Random) -> tuple[int, bool]:
         steps = [node.step for node in self.nodes.values()] + [self.network.step] * len(self.nodes)
         rng.shuffle(steps)
         moved = any(step() for step in steps)
@@ -514,11 +514,11 @@ class World:
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """Message that is sent again, to each process of its receiver, until it is answered."""
+    """Message that is sent again to each new process of the receiver, until it is answered."""
 
     sender: Node
     effect: ef.SendToPeer
-    delivered: tuple[Node, int] | None = None  # life of the receiver that has it
+    delivered: tuple[Node, int] | None = None  # (receiver, number of its life) that has it
     answer: PeerFrame | None = None
 
 

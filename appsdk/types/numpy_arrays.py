@@ -65,7 +65,7 @@ def _encode(array: np.ndarray[Any, Any]) -> _Form:
 
 
 def _decode(annotation: Any, plain: Any) -> np.ndarray[Any, Any]:
-    scalar, dimensions_count = _wanted(annotation)
+    scalar, dimensions_count = _annotated_form(annotation)
     if isinstance(plain, dict):
         array = _from_form(msgspec.convert(plain, _Form))
     elif isinstance(plain, list):
@@ -119,7 +119,7 @@ def _show(array: np.ndarray[Any, Any]) -> dict[str, Any]:
     return {"dtype": array.dtype.str, "shape": list(array.shape), "values": values.tolist()}
 
 
-def _wanted(annotation: Any) -> tuple[type[np.generic] | None, int | None]:
+def _annotated_form(annotation: Any) -> tuple[type[np.generic] | None, int | None]:
     """Return the scalar type and the number of dimensions of an annotation ``np.ndarray[shape, np.dtype[scalar]]``."""
     shape, dtype = (*typing.get_args(annotation), None, None)[:2]
     sizes = typing.get_args(shape)
@@ -130,7 +130,7 @@ def _wanted(annotation: Any) -> tuple[type[np.generic] | None, int | None]:
 
 
 def _problem(annotation: Any) -> str | None:
-    scalar, _ = _wanted(annotation)
+    scalar, _ = _annotated_form(annotation)
     return None if scalar is None or scalar in _ABSTRACT else _dtype_problem(np.dtype(scalar))
 
 

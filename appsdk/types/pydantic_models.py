@@ -42,7 +42,7 @@ def _decode(annotation: Any, plain: Any) -> Any:
 
 
 def validated(validator: Any, name: str, plain: Any) -> Any:
-    """Validate a plain value. ``name``: of its type, for messages. Raises ValueError with a text of one line.
+    """Validate a plain value. ``name``: name of its type, for messages. Raises ValueError with a text of one line.
 
     Fields are found by name, and also by alias, for callers that write JSON.
     """

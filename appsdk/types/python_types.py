@@ -1,6 +1,6 @@
 """Codecs of Python's types that msgspec does not know: deques, special dicts, numbers, zones, patterns, addresses.
 
-An annotated value of these is encoded as its parts, a value in Any as an extension value. One table has both:
+A value annotated with its type is encoded as its parts, a value annotated ``Any`` as an extension value, by one table:
 :data:`immortal.protocol.extension_values.KINDS`.
 """
 
@@ -45,7 +45,7 @@ def codec_of(cls: type) -> Codec | None:
 
 
 def _parameters(annotation: Any, count: int) -> tuple[Any, ...]:
-    """Return the types in an annotation's brackets, or Any if it has none."""
+    """Return the ``count`` types in an annotation's brackets; Any for each if there are no brackets."""
     return typing.get_args(annotation) or (Any,) * count
 
 

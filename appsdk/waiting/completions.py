@@ -50,7 +50,7 @@ class Endings:
         """Answer the caller of a handler that has ended."""
         value, error = task.result()
         task.close_leftovers()
-        if (reason := task.cancelled_with) is not None:  # as ordered: no failure of its own, and no dead letter
+        if (reason := task.cancelled_with) is not None:  # an operator or caller wanted it: no failure, no dead letter
             self.note(task.number, "cancelled", reason, task)
             self.answer_cancelled(task.handler, task.caller, task.call_number, reason)
             return
@@ -79,7 +79,7 @@ class Endings:
             self._failed(task, task.failure(problem))
 
     def answer_cancelled(self, handler: Handler[Any, Any], caller: str | None, call_number: int, reason: str) -> None:
-        """Answer the caller of a cancelled call, also of one that had not begun."""
+        """Answer the caller of a cancelled call, even if the call had not begun."""
         if caller is not None:
             context = self._context
             where = reference(context.instance_name, context.sequence_id, context.message_index)
@@ -100,7 +100,7 @@ class Endings:
             self._answers.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
 
     def note(self, number: int, state: str, result: bytes | str | None, task: Task | None = None) -> None:
-        """Note in the list of executions how one has ended."""
+        """Note in the list of executions how the execution ``number`` has ended."""
         if (executions := self._context.tasks.executions) is not None:
             entries = () if task is None else task.entries
             place = self._context.sequence_id, self._context.message_index
@@ -132,7 +132,7 @@ _decode_nothing = decoding.Decoder(_ReturnedNothing).decode
 class Incoming:
     """Gives results to the waits of one instance.
 
-    ``failed``: encoded error that replaces each result; None: results stay.
+    ``failed``: encoded error that replaces each result; None: results are not replaced.
     """
 
     def __init__(self, tasks: Host) -> None:
@@ -152,7 +152,7 @@ class Incoming:
             self.failed = None
 
     def receive_answer(self, kind: RpcKind, data: bytes) -> None:
-        """Take in an answer; ignore it if nobody waits for it any more. Raises HandlerError."""
+        """Give an answer to its wait; ignore it if nobody waits for it any more. Raises HandlerError."""
         context = self._context
         try:
             if kind is _RETURNED_VALUE:
@@ -166,7 +166,7 @@ class Incoming:
         except (ValueError, IndexError) as error:
             raise refused(context, WHAT, Cause.UNUSABLE, f"an answer that can't be read: {error}") from None
         if (call := self._calls.get(number)) is not None:
-            if context.source and not call.is_addressed_to(context.source):  # what the instance tells itself is true
+            if context.source and not call.is_addressed_to(context.source):  # the instance itself is trusted
                 if self.failed is None:
                     text = f"an answer of {context.source!r} to call {number}, which went to somebody else"
                     raise refused(context, WHAT, Cause.SENDER, text)
@@ -202,7 +202,7 @@ class Incoming:
                     self._tasks.defer(partial(self._tasks.resolve, one, False, value))
 
     def receiver_of_call(self, number: int) -> str | None:
-        """Return the destination of the open call of that number; None: there is none."""
+        """Return the destination of the open call ``number``; None: there is none."""
         call = self._calls.get(number)
         return None if call is None else call.target.destination
 

@@ -184,7 +184,7 @@ class Step(_HandlerOperation):
 class LocalFunction:
     """Local function or lambda of `immortal.step`, with the attributes of a ``def`` handler.
 
-    ``key``: of a keyed class, the one whose object it may change."""
+    ``key``: the key whose object it may change, in a keyed class."""
 
     __slots__ = ("_form", "decode_result", "function", "key", "keywords", "name")
 
@@ -201,7 +201,7 @@ class LocalFunction:
         self.name = getattr(function, "__qualname__", type(function).__qualname__)
         try:
             annotation = resolve_hints(function).get("return", Any)
-        except (NameError, TypeError):  # of local names, or of an object that is no function
+        except (NameError, TypeError):  # its annotations have local names, or it is no function
             annotation = Any
         self._form = form_to_send(annotation)
         self.decode_result = ValueDecoder(annotation).decode
@@ -404,7 +404,7 @@ MISFITS = (DecodeError, LookupError)
 
 
 class Rebuild:
-    """Rebuild over the journal of ``saved``. ``next_entry``: the first unused one. ``title``: of the handler."""
+    """Rebuild over the journal of ``saved``. ``next_entry``: the first unused one. ``title``: the handler's title."""
 
     def __init__(self, saved: SavedTask, title: Callable[[], str]) -> None:
         self.pending = {pending.step: pending for pending in saved.pending}
@@ -458,7 +458,7 @@ class Rebuild:
         )
 
     def end_mismatch(self, waits: Mapping[int, Operation], steps_count: int, got: str) -> JournalError:
-        """Return the error for a used up journal while the handler ``waits`` for other operations than before."""
+        """Return the error for a handler that ``waits`` for other operations than before at the end of its journal."""
         missing = [pending for step, pending in self.pending.items() if step not in waits]
         extra = [operation for step, operation in waits.items() if step not in self.pending]
         step = (missing or extra)[0].step if missing or extra else steps_count

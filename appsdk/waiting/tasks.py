@@ -99,7 +99,7 @@ class Tasks(Host):
             self.restore(saved)
 
     def discard_all(self) -> None:
-        """Clear away the waiting handlers: they are not needed any more."""
+        """Discard the waiting handlers without running any of their code."""
         for task in self._tasks.values():
             task.detach()
 
@@ -165,7 +165,7 @@ class Tasks(Host):
         return handler
 
     def list_restored(self, saved: SavedTasks | None) -> None:
-        """Tell the list of executions from which record on input is handled again."""
+        """Tell the list of executions the record from which on input is handled again."""
         if self.executions is not None:
             saved = saved or SavedTasks()
             waiting = [(one, self._handler_of(one)) for one in (*saved.tasks, *saved.queued)]
@@ -205,7 +205,7 @@ class Tasks(Host):
         encoded = encode_signal(name, value)
         self.events.require_room(name, encoded)
         self.events.signal(name, encoded)
-        if not self.definition.has_tasks:  # so nobody waits, and no later code lets it through
+        if not self.definition.has_tasks:  # nobody waits then, and no later code empties the queue
             self.drain()
 
     # --- input from the log -----------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Tasks(Host):
     ) -> None:
         """Start an ``async def`` handler, for ``caller`` or (None) nobody. Raises HandlerError.
 
-        ``origin``: the execution that it repeats; ``origin_results``: results of steps of that."""
+        ``origin``: the execution that it repeats; ``origin_results``: the results of the steps of ``origin``."""
         context = self.context
         number, time_ns = self.draw_number(), context.record_time_ns or 0
         place = context.sequence_id, context.message_index
@@ -261,7 +261,7 @@ class Tasks(Host):
             call = None
 
     def note_start(self, task: Task) -> None:
-        """Count a run for limits, and start its timeout; with continue_as each run counts separately."""
+        """Count a run for the limits of its handler, and start its timeout, separately for each continue_as."""
         self.limits.release(task.number)
         self.limits.acquire(task.number, task.handler, task.arguments)
         if task.generation and self.executions is not None:
@@ -326,7 +326,7 @@ class Tasks(Host):
                 self._end(task)
 
     def receive_effect_result(self, result: EffectResult) -> None:
-        """Take in the result of an effect. Raises HandlerError."""
+        """Give the result of an effect to its wait. Raises HandlerError."""
         request = self.effects.requests.get(result.number)
         if (effect := self.effects.match(result)) is not None:
             if self.executions is not None and request is not None and request.attempt > 1:
@@ -444,7 +444,7 @@ STEPS_MAX = 1000  # of one handler: only the last ones are shown
 
 
 def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
-    """Describe the oldest HANDLERS_COUNT_MAX handlers. ``count``: of all.
+    """Describe the oldest HANDLERS_COUNT_MAX handlers. ``count``: the number of all.
 
     ``multicasts``: the instances that this one waits for, if any, also those that its ``hooks`` wait for. ``groups``:
     those that its class declares, if any. ``schedules``: of its class, if any."""
@@ -537,7 +537,7 @@ def _describe_cancellation(entry: Entry) -> Values:
 
 
 def describe_step(entry: Entry) -> Values:
-    """Describe a result that an async handler has had."""
+    """Describe a journal's entry: a step of an async handler with its result."""
     if entry.step == CANCEL_STEP:
         return {"step": 0, "what": "cancelled", **_describe_cancellation(entry), "raised": True}
     try:

@@ -1,4 +1,4 @@
-"""Check of every record and every checkpoint, in parallel, which lists all problems."""
+"""Parallel check of all records and checkpoints, which lists all problems."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class VerifyReport:
         self.problem_count += 1
 
     def to_json(self, first: int) -> dict[str, Any]:
-        """Return plain values, with at most ``first`` of the problems in full."""
+        """Return the report as plain values, with the first ``first`` problems."""
         return {
             "sound": not self.problem_count and not self.unreadable,
             "records": self.records,

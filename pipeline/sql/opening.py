@@ -1,4 +1,4 @@
-"""Opening of a home's logs for SQL, as of one moment; `python -m` writes tables as Parquet files."""
+"""Opens the logs of a home as tables for SQL, as of one moment; `python -m` writes tables as Parquet files."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _quoted(table: str) -> str:
 def main() -> None:
     try:
         order = decoding.decode_json(sys.stdin.buffer.read(), type=Order)
-        shared_registry.chosen_home = order.home  # whose rules of redaction count
+        shared_registry.chosen_home = order.home  # its rules of redaction apply
         write_tables(order)
     except (ImmortalError, OSError) as error:
         sys.exit(f"error: {error}")

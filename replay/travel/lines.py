@@ -1,4 +1,4 @@
-"""Finds the line of user code that changes something, and the values that were read before, in one message."""
+"""Finds the line of user code that changes a value while one message is handled, and the values read before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from immortal.appsdk.waiting.tasks import describe_place
 from immortal.replay.travel.values import same, step_text
 
 TRAIL_MAX = 10_000  # lines of one message that are kept
-BEHIND_MAX = 8
+LINES_SHOWN_MAX = 8
 
 Line = tuple[FrameType, int]
 
@@ -44,14 +44,14 @@ class LineWatch:
         self._is_late = is_late
         self._state = state
         self._read: dict[str, None] = {}
-        self._read_count = 0  # of these, up to the last change
+        self._read_count = 0  # number of reads up to the last change
         self._before = sys.gettrace()
-        self._outside = set(_frames(sys._getframe()))  # they ran before
+        self._outside = set(_frames(sys._getframe()))  # frames that ran before
         self._trail: list[Line] = []  # the first lines that have run
-        self._trail_count = 0  # of these, up to the last change
-        self._changes: list[Line] = []  # the lines that changed it
+        self._trail_count = 0  # number of lines up to the last change
+        self._changes: list[Line] = []  # the lines that changed the value
         self._at: tuple[FrameType, int, Any] | None = None  # the line that runs
-        self.found: tuple[FrameType, int, Any] | None = None  # the last one that changed it, and who ran it
+        self.found: tuple[FrameType, int, Any] | None = None  # the last line that changed the value, and its handler
         self.changed = self.is_cut = self._is_over = False
         self._value = read_value()
         sys.settrace(self)
@@ -92,7 +92,7 @@ class LineWatch:
                 self._changes.append(self._at[:2])
 
     def stop(self) -> None:
-        """Compare for the last time. Only the first call does so."""
+        """End the search with a last comparison. Later calls do nothing."""
         if not self._is_over:
             self._is_over = True
             sys.settrace(self._before)
@@ -107,7 +107,7 @@ class LineWatch:
         return None if self.found is None else describe_place(*self.found[:2])
 
     def lines_before(self) -> list[dict[str, Any]]:
-        """Return the lines before, the newest first, that made what the line used; without it, all that set names."""
+        """Return earlier lines, newest first, that set names for the found line; without one, all that set any."""
         if self.found is None:
             found = [one for one in reversed(self._trail) if _flow(one).sets]
         else:
@@ -117,7 +117,7 @@ class LineWatch:
         places = {(frame.f_code, number): (frame, number) for frame, number in found}
         if self.found is not None:
             del places[self.found[0].f_code, self.found[1]]
-        return [describe_place(*one) for one in places.values()][:BEHIND_MAX]
+        return [describe_place(*one) for one in places.values()][:LINES_SHOWN_MAX]
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -158,7 +158,7 @@ def _flows(file: str) -> dict[int, _Flow]:
 
 
 def _lines_that_set(line: Line, trail: Sequence[Line]) -> Iterator[Line]:
-    """Yield the lines of ``trail``, the newest first, that set what ``line`` uses; and so on, also in callers."""
+    """Yield the lines of ``trail``, newest first, that ``line`` depends on, also through others and in callers."""
     needed = {line[0]: set(_flow(line).uses)}
     began = {frame: at for at, (frame, _) in reversed(list(enumerate(trail)))}
     for at in reversed(range(len(trail))):
@@ -186,7 +186,7 @@ def _tree(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
-# Values of a state that a line reads: its source is looked at, and keys are worked out in its frame.
+# Values of a state that a line reads: found in its source, with keys evaluated in its frame.
 
 
 _BY_KEY = ("get", "pop", "setdefault")  # methods of a dict whose first argument is a key
@@ -236,8 +236,8 @@ def _key_of(call: ast.Call) -> ast.expr | None:
 
 
 def _path(node: ast.expr, frame: FrameType, state: object) -> tuple[str, Any] | None:
-    """Return the path of an expression and its value; of a part of it, if it calls something. None if it is no value of
-    the state."""
+    """Return (path, value) of an expression, or of its part before a call; None if it is not a value of the
+    state."""
     if isinstance(node, ast.Name):
         value = frame.f_locals.get(node.id)
         return ("", state) if value is state or type(value) is TaskSelf else None
@@ -261,7 +261,7 @@ def _path(node: ast.expr, frame: FrameType, state: object) -> tuple[str, Any] | 
     if key is None or not all(isinstance(one, _PARTS) for one in ast.walk(key)):
         return found
     if any(isinstance(one, ast.Name) and type(frame.f_locals.get(one.id)) is TaskSelf for one in ast.walk(key)):
-        return found  # to work it out would be noted as a read of the handler
+        return found  # evaluating the key would count as a read by the handler
     try:
         at = eval(compile(ast.Expression(key), "<key>", "eval"), frame.f_globals, frame.f_locals)  # noqa: S307
         if isinstance(whole, list) and isinstance(at, int):

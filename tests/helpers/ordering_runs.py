@@ -103,7 +103,7 @@ def run_seed(seed: int) -> None:
 def _some_steps(env: Environment, rng: random.Random) -> None:
     world = env._world
     for _ in range(rng.randint(0, 40)):
-        world.do(lambda: world._drawn(rng))  # type: ignore[func-returns-value, arg-type, return-value]
+        world.do(lambda: world._random_step(rng))  # type: ignore[func-returns-value, arg-type, return-value]
 
 
 def _crash(rng: random.Random, member: Instance[Member]) -> None:

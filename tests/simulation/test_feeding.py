@@ -116,7 +116,7 @@ def run_seed(seed: int) -> None:
         world, expelled = env._world, False
         for _ in range(rng.randint(20, 60)):
             for _ in range(rng.randint(0, 12)):
-                world.do(lambda: world._drawn(rng))  # type: ignore[func-returns-value, arg-type, return-value]
+                world.do(lambda: world._random_step(rng))  # type: ignore[func-returns-value, arg-type, return-value]
             feeder.step()
             what = rng.random()
             crowd = feeder.crowd

@@ -143,7 +143,7 @@ def test_whenever_it_dies_and_comes_back(seed: int) -> None:
                 else:
                     traders["xy".index(name)].send(Trader.send, text)
                 for _ in range(next(steps)):
-                    world.do(lambda: world._drawn(random))  # type: ignore[arg-type]
+                    world.do(lambda: world._random_step(random))  # type: ignore[arg-type]
             if turn == 0 and random.random() < 0.8:
                 books["d"].crash()
             if turn == 1:

@@ -293,7 +293,7 @@ class Heavy(Immortal):
 
 def test_a_large_state_is_put_back_however_long_no_call_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would start that run again."""
-    monkeypatch.setattr(snapshots, "LATELY_SIZE_BYTES", 1000)
+    monkeypatch.setattr(snapshots, "RECENT_FAILURE_SIZE_BYTES", 1000)
     monkeypatch.setattr(snapshots, "TAIL_SIZE_BYTES_MAX", 1000)
     run = Run(Heavy)
     run.feed(encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, b"".join(encode_verdicts(()))))
