@@ -19,7 +19,7 @@ from immortal.protocol.messages import MessageType, encode_message, message_of
 
 TEXT_CHARACTERS_MAX = 4096  # limit of an exception's message, which goes to callers and into their logs
 TRACE_CHARACTERS_MAX = 16_384  # of a traceback for the operator; its end is kept, where the cause is
-LETTER_SIZE_BYTES_MAX = 1 << 20  # limit of a message kept in a dead letter; of a larger one only the key is kept
+LETTER_SIZE_BYTES_MAX = 1 << 20  # limit of a message kept in a dead letter; a larger one is left out of its dead letter
 VERDICTS_SIZE_BYTES_MAX = 1 << 20  # limit of one Verdicts message; there can be several
 RECORD = -1  # message index for the record as a whole
 

@@ -237,7 +237,7 @@ def replayed(request: Request) -> Response:
 
 
 def followed(request: Request) -> Response:
-    """Show only the messages that one message caused; a page asks for them again and again, service by service."""
+    """Show only the messages that one message caused: so a page can follow calls from service to service."""
     site, settings = site_of(request), settings_of(request)
     moment = _ask_explorer(
         site, settings, "moment", record=request.path_params["record"], index=request.path_params["index"]
