@@ -49,7 +49,7 @@ class Member(Immortal):
         impulses.begin(os.environ[NAME_VARIABLE], int(os.environ[CALLS_VARIABLE]))
 
 
-# A hub and its receivers, all alike: --isolation.
+# For --isolation: a hub, and receivers that all run the same code.
 
 
 RECEIVERS = [f"receiver{number}" for number in range(10)]
@@ -60,7 +60,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Receiver(Immortal):
-    latencies_us: dict[int, list[int]]  # of each window: from when a call was due to when it was logged here
+    latencies_us: dict[int, list[int]]  # by window: times from when each call was due until it was logged here
 
     def __init__(self) -> None:
         self.latencies_us = {}
@@ -124,7 +124,7 @@ class Hub(Immortal):
 
 
 def _sample(impulses: Impulses, window: int, rate: float, count: int, begin_us: int) -> None:
-    """Send ``count`` calls to each receiver, ``rate`` a second. A delayed call keeps the time when it was due."""
+    """Send ``count`` calls to each receiver, ``rate`` per second. A call that is late still has its planned time."""
     for number in range(count):
         due_us = begin_us + int(number * 1e6 / rate)
         time.sleep(max(0.0, due_us / 1e6 - time.time()))
@@ -132,7 +132,7 @@ def _sample(impulses: Impulses, window: int, rate: float, count: int, begin_us: 
         impulses.flush()
 
 
-# A state of a given size, a call that works and one that fails: --failing.
+# For --failing: a state of a given size, with calls that work and calls that fail.
 
 
 STATE_SIZE_VARIABLE = "IMMORTAL_BENCH_STATE_SIZE"

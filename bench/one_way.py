@@ -36,7 +36,7 @@ from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 
 BURST_SIZE_BYTES = 2 << 20  # of arguments in one burst, roughly: small enough for smooth pacing
-CALL_OVERHEAD_BYTES = 200  # the time of a call as bytes, so that all runs take about as long
+CALL_OVERHEAD_BYTES = 200  # a call costs about as much time as this many bytes; makes all runs equally long
 WARM_UP_BYTES = 2_000_000
 BY_CALLS_SIZE_BYTES_MAX = 1 << 10  # larger calls are compared in MB/s
 SILENCE_S_MAX = 300.0
@@ -112,7 +112,7 @@ def immortal_streams(
     curve: bool = False,
     **settings: Any,
 ) -> Iterator[ImmortalStreams]:
-    """Run senders and receivers. ``settings``: of the instances, as :class:`Registry`'s ``register`` takes them."""
+    """Run senders and receivers. ``settings``: of all these instances, as :meth:`Registry.register` takes them."""
     apps = {f"receiver-{index}": "immortal.bench.apps:Receiver" for index in range(receivers)}
     apps |= {f"sender-{index}": "immortal.bench.apps:Sender" for index in range(senders)}
     services = register(home, apps, dict(variables), curve=curve, **settings)
@@ -127,18 +127,18 @@ def compare_streams(
     title: str,
     limits: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, list[Any]]:
-    """Measure the calls of each implementation, and the limits between them. Raises BenchError."""
+    """Measure the calls of each implementation, in turns with ``limits``, such as the disk's. Raises BenchError."""
     turns = {name: partial(one.run, load) for name, one in streams.items()}
     return context.compare(title, turns, limits, first_calls=first_calls(load))
 
 
 def first_calls(load: Load) -> int:
-    """Return the number of calls that warm up."""
+    """Return the number of calls to make before the measurement, as a warm-up."""
     return max(load.senders * load.receivers, round(WARM_UP_BYTES / (load.mean_size_bytes + CALL_OVERHEAD_BYTES)))
 
 
 def rate_by_size(title: str, size_bytes: int, results: Mapping[str, list[Any]], **more: Any) -> Figure:
-    """Return a rate: calls/s for small calls, MB/s for large ones. Results that are numbers are bytes/s."""
+    """Return a rate, in calls/s for small calls, in MB/s for large ones. A result that is a number is in bytes/s."""
     size = max(1, size_bytes)
     unit = "calls/s" if size_bytes <= BY_CALLS_SIZE_BYTES_MAX else "MB/s"
     samples = {}

@@ -63,8 +63,8 @@ def append_rate(folder: Path, block_size_bytes: int, seconds: float = 0.5) -> fl
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a process in MiB. Shared pages: ``resident`` counts all, ``proportional`` a share, ``own`` none.
-    The process would give back ``own`` at its end. ``peak``: the most that ``resident`` was."""
+    """Memory of a process in MiB. ``resident`` counts all shared pages, ``proportional`` a share of them, ``own`` none:
+    this much is free when the process ends. ``peak``: the highest ``resident`` so far."""
 
     resident: float
     proportional: float
@@ -103,16 +103,16 @@ class BenchError(ImmortalError):
 
 
 class Service:
-    """Instance of a benchmark: its coordinator and its app. Output that nobody reads goes to files in the registry.
+    """Instance of a benchmark: its coordinator and its app. Their stderr goes to a file in the instance's folder.
 
-    ``runner``: a module that runs theirs, as with ``python -m``.
+    ``runner``: module, with arguments, that runs the module of each process; empty: none.
     """
 
     runner: tuple[str, ...] = ()
 
     def __init__(self, settings: InstanceSettings, app: str, environment: dict[str, str]) -> None:
         self.settings = settings
-        self.environment = environment  # of both
+        self.environment = environment  # of both processes
         self._app = app
         self.coordinator: subprocess.Popen[str] | None = None
         self.app: subprocess.Popen[str] | None = None

@@ -125,7 +125,7 @@ def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> 
 
 
 class _Loss(Struct, frozen=True):
-    """Losses that a copy of the log has caused at one peer, as far as both logs show; None: the peer can't be asked."""
+    """Calls lost at one peer because a copy of the log has run, as both logs show; None: the peer can't be asked."""
 
     unknown_at_peer: int | None  # calls that the peer has beyond what it acknowledged to this log
     lost_of_peer: int | None  # calls that the peer sent to the copy, which acknowledged them
@@ -183,7 +183,7 @@ def _peers_of(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]
         return live
     if not log_exists(settings.log):
         return {}
-    from immortal.coordinator.peers.discovery import Discovery, Routes  # it takes 8 ms
+    from immortal.coordinator.peers.discovery import Discovery, Routes  # here: this import takes 8 ms
 
     with own_logs.open_reader(settings) as reader:
         summary = reader.summary()

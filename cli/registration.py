@@ -133,7 +133,7 @@ def set_settings(registry: Registry, name: str, file: IO[str]) -> None:
 @pass_registry
 def forget(registry: Registry, name: str, machine: str) -> None:
     """Revoke the keys that NAME has on MACHINE, as listed by 'immortal registry show NAME'."""
-    if not _shared(registry).forget(name, machine):
+    if not _shared(registry).revoke_keys(name, machine):
         raise FailedError(f"{name!r} has no keys on machine {machine!r}: 'immortal registry show {name}' lists them")
     echo(f"{name}: the keys of {machine} are revoked")
 

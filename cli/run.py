@@ -126,13 +126,13 @@ def run(
     if ensure_machine_keys(own, registry):
         echo(f"{name}: made keys for this machine")
     registry.refuse_open_folder(name)
-    check_start(own)  # a restart would find the same
+    check_start(own)  # fail now, as the coordinator would fail at each restart
     place = claim_place(own) if follow else None
     at = own if place is None else follower_settings(own, place.folder)
     now = app
 
     def commands() -> dict[Role, Command]:
-        """Return the commands with the app that is wanted now: an upgrade's, otherwise the registered one."""
+        """Return the commands, with the app of a requested upgrade, otherwise with the registered app."""
         nonlocal now, upgrading
         with contextlib.suppress(ImmortalError):  # unchanged: the coordinator reads the same file and reports it
             mark = upgrade_mark.read(settings.folder)
@@ -176,7 +176,7 @@ def run(
 
 
 def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_level: str) -> NoReturn:
-    """Replace this process, with its terminal, by the embedded instance."""
+    """Replace this process by one that runs coordinator and app, at the same terminal."""
     from immortal.coordinator.service.children import PYTHON
 
     home = str(settings.folder.parent)

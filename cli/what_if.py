@@ -70,7 +70,7 @@ class _Version(click.ParamType):  # type: ignore[type-arg]
 
 
 class _WhatIf(click.Command):
-    """Command what-if; with --fleet it is another command, with options of its own."""
+    """Command what-if; with --fleet it runs another command, which has other options."""
 
     fleet: ClassVar[click.Command]
 
@@ -223,7 +223,7 @@ _EFFECTS = ("fail", "by-key", "ask")
 
 
 def _orders(ctx: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
-    """Parse "A-B": these orders, and order 0 to compare with; "" stands for none."""
+    """Parse the value of --orders: "A-B" means the orders A to B, and order 0 to compare with; "" means none."""
     if not value:
         return None if value is None else []
     first, _, last = value.partition("-")
@@ -401,9 +401,9 @@ def _fleet(
                 *_without(own, ("--for", "--html", "--from", "--memory-limit"), ("--live", "--consequences", "--json")),
                 "--json",
             ]
-            follow_on = (lambda more: _child(ctx, [*whole, *more])) if consequences else None
+            follow_on = (lambda more: _command(ctx, [*whole, *more])) if consequences else None
             how = dict(changes), duration_ns, page
-            sys.exit(run_live(lambda more: _child(ctx, [*own, *more]), *how, consequences=follow_on, as_json=as_json))
+            sys.exit(run_live(lambda more: _command(ctx, [*own, *more]), *how, consequences=follow_on, as_json=as_json))
         limits = handler_limit_s, memory_limit_mib or MEMORY_MIB
         sys.exit(run_shadows(registry.home, dict(changes), shadow, code, begin_ns, *limits, trust_pickle))
     cluster = ctx.meta.get("cluster")  # of what_if_spark
@@ -414,7 +414,7 @@ def _fleet(
     from immortal.replay.fleet.report import outcome_lines
 
     run: Callable[..., FleetOutcome] = what_if if cluster is None else cluster.what_if
-    # The user's modules would print theirs, and handlers for each run.
+    # What the user's modules and handlers print is left out: each run would print it again.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         if cluster is None:
             seal_process(handler_limit_s)
@@ -522,7 +522,7 @@ def _without(arguments: list[str], options: tuple[str, ...], flags: tuple[str, .
 
 
 def _ask_at_terminal() -> Answer:
-    """Return a function that asks at the terminal for the results of effects, once for equal ones."""
+    """Return a function that asks at the terminal for the results of effects; equal effects are asked for once."""
     from immortal.replay.fleet.model import NoResultError
 
     known: dict[str, str] = {}
@@ -550,8 +550,8 @@ def _ask_at_terminal() -> Answer:
     return ask
 
 
-def _child(ctx: click.Context, arguments: list[str]) -> dict[str, Any]:
-    """Return how subprocess starts this command with other arguments."""
+def _command(ctx: click.Context, arguments: list[str]) -> dict[str, Any]:
+    """Return the options for subprocess.run that start this command with other ``arguments``."""
     home, words = str(ctx.find_root().params["home"]), (ctx.info_name or "").split()
     command = [sys.executable, "-P", "-m", "immortal", "--home", home, *words, *arguments]
     ends_with_us = die_with_parent(os.getpid())  # code that hangs would go on for ever
@@ -560,13 +560,13 @@ def _child(ctx: click.Context, arguments: list[str]) -> dict[str, Any]:
 
 def _run_child(ctx: click.Context, arguments: list[str], *, asks: bool = False) -> subprocess.CompletedProcess[bytes]:
     stderr = None if asks else subprocess.PIPE
-    return subprocess.run(**_child(ctx, arguments), stdout=subprocess.PIPE, stderr=stderr, check=False)
+    return subprocess.run(**_command(ctx, arguments), stdout=subprocess.PIPE, stderr=stderr, check=False)
 
 
 def in_child(ctx: click.Context, *, asks: bool = False) -> int | None:
-    """Run this command again in a process with the hash seed of apps, and return its status; None: this is that one.
+    """Run this command in a child process with the hash seed of apps; return its status. Return None in the child.
 
-    So sets have the apps' order, and an end of the process is reported. ``ctx.meta["arguments"]``: the command's own.
+    So sets have the same order as in apps, and code that ends the process is reported. ``asks``: it asks at a terminal.
     """
     if os.environ.get(_HASH_SEED) == "0":
         return None

@@ -1,7 +1,7 @@
 """Keys of persons: a folder with one key for each person, which encrypts all that apps mark as personal.
 
-To forget a person is to destroy the key: the file is overwritten, and one with the date takes its place. Keys are in no
-log, so neither are they in its backups and archives (docs/decisions/0098).
+To forget a person is to destroy the key: its file is overwritten, and replaced by a file with the date. Keys are in no
+log, so they are in no backup or archive of a log either (docs/decisions/0098).
 
 <folder>/<SHA-256 of the subject>           JSON of a :class:`Person`
 <folder>/<SHA-256 of the subject>.destroyed a key that is being overwritten
@@ -36,7 +36,7 @@ SUBJECT_CHARACTERS_MAX = 200
 _KEY_SIZE_BYTES = 64
 _DESTROYED = ".destroyed"
 noted: set[str] = set()
-"""Forgotten persons whose data this process has asked for, if it is a replay."""
+"""IDs of forgotten persons whose data this process has asked for, if it is a replay."""
 
 
 class PersonalKeyError(ImmortalError):
@@ -59,7 +59,7 @@ _PERSON = decoding.JsonDecoder(Person)
 
 
 def environment() -> dict[str, str]:
-    """Return the variable by which a child process uses the same keys."""
+    """Return the environment variable that makes a child process use the same keys."""
     if given := os.environ.get(KEYS_VARIABLE):
         return {KEYS_VARIABLE: given}
     home = str(shared_registry.chosen_home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
@@ -77,7 +77,7 @@ def folder() -> Path:
 
 
 def find(subject: str) -> Person | None:
-    """Return a person; None if this folder knows none of that ID. A replay notes it if the person is forgotten.
+    """Return the person with this ID; None if the folder has none. In a replay, note it if the person is forgotten.
 
     Raises PersonalKeyError.
     """
@@ -85,7 +85,7 @@ def find(subject: str) -> Person | None:
         found: Person | None = Person(subject, forgotten="a rehearsal")
     else:
         found = _read(_path(subject))
-    if found is None and NOTES_VARIABLE in os.environ:  # all runs agree on a key, and leave none behind
+    if found is None and NOTES_VARIABLE in os.environ:  # every replay gets the same key, and stores none
         return Person(subject, hashlib.sha512(b"replay " + subject.encode()).hexdigest())
     if found is not None and found.forgotten:
         _note_forgotten(subject)
@@ -93,7 +93,7 @@ def find(subject: str) -> Person | None:
 
 
 def find_or_create(subject: str) -> Person:
-    """Return a person, with a new key for a new ID. Raises PersonalKeyError."""
+    """Return the person with this ID; create a key for a new ID. Raises PersonalKeyError."""
     path = _path(subject)
     if (found := find(subject)) is not None:
         with contextlib.suppress(OSError):
@@ -158,13 +158,13 @@ def all_persons() -> Iterator[Person]:
 
 @contextlib.contextmanager
 def without_new_keys() -> Iterator[None]:
-    """Make no keys inside the block, as in a replay."""
+    """Store no new keys inside the block, as in a replay."""
     is_replay = NOTES_VARIABLE in os.environ
     os.environ.setdefault(NOTES_VARIABLE, os.devnull)
     try:
         yield
     finally:
-        if not is_replay:  # else later values of this process would have a key that everybody knows
+        if not is_replay:  # otherwise this process would encrypt later values with a key that anybody can compute
             os.environ.pop(NOTES_VARIABLE, None)
 
 
@@ -198,7 +198,7 @@ def _path(subject: str) -> Path:
 
 def _read(path: Path) -> Person | None:
     problem: object = ""
-    for _ in range(2):  # the first can meet a key while it is overwritten
+    for _ in range(2):  # the first attempt can read a key that is just being overwritten
         try:
             return _PERSON.decode(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):

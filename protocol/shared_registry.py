@@ -41,7 +41,7 @@ HOME_VARIABLE = "IMMORTAL_HOME"
 HOME_DEFAULT = ".immortal"
 LOCAL_VARIABLE = "IMMORTAL_LOCAL"
 chosen_home: str | os.PathLike[str] | None = None
-"""Home that this process was told to use: a folder, or a URL; None: none but by HOME_VARIABLE."""
+"""Home that the caller has chosen for this process: a folder, or a URL; None: HOME_VARIABLE decides."""
 ORIGIN_FILE_NAME = ".origin"
 SETTINGS, PUBLIC_KEYS, UPGRADE, ENDPOINT = "settings", "public_keys", "upgrade", "endpoint"
 LEASES_CHANNEL = "immortal"  # of immortal.coordinator.log.backends.postgres.connections
@@ -49,7 +49,7 @@ CHANNEL = "immortal_registry"
 POLL_S = 1.0  # between two pulls if the database announces nothing
 RETRY_S = 0.5  # between two attempts to reach a database that does not answer
 LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
-_CHANGES = 0x72656769  # advisory lock for changes
+_CHANGES = 0x72656769  # number of the advisory lock that is held during a change
 _FILE_NAMES = {PUBLIC_KEYS: "public_keys", UPGRADE: "upgrade.json", ENDPOINT: "endpoint"}
 PARTS = {file_name: part for part, file_name in _FILE_NAMES.items()}
 _LOCK_FILE_NAME = ".copy_lock"
@@ -104,7 +104,7 @@ def copy_of(folder: Path) -> Copy | None:
     except (OSError, ValueError) as error:
         raise SharedHomeError(f"{folder / ORIGIN_FILE_NAME} can't be read ({error}): restore it") from None
     with _GUARD:
-        known = _COPIES.get(folder)  # one per process: it knows the change in progress
+        known = _COPIES.get(folder)  # a process has one copy object, which knows the change in progress
         if known is None or (database_of(known.url), known.machine) != (database_of(url), machine):
             known = _COPIES[folder] = Copy(url, folder, machine)
         return known
@@ -155,7 +155,7 @@ def _open_copy(url: str, folder: Path) -> Copy:
 
 
 class Copy:
-    """Copy of the registry in the database ``url``, in a folder of this machine. ``machine``: an ID of the folder.
+    """Local copy of the registry in the database ``url``. ``machine``: an ID of its folder, random, for the database.
 
     ``problem``: why the copy is not up to date; "" if it is. Methods raise SharedHomeError.
     """
@@ -178,7 +178,7 @@ class Copy:
         return f"{self.url}#{name}"
 
     def has_log(self, name: str, log: str) -> bool:
-        """Return True if ``log`` is in the same database, whatever its role."""
+        """Return True if ``log`` is in the same database, whatever role the URLs connect as."""
         return database_of(log) == database_of(self.log_of(name))
 
     def endpoint(self, name: str, log: str) -> str | None:
@@ -338,8 +338,8 @@ class Copy:
                 [name, PUBLIC_KEYS],
             ).fetchall()
 
-    def forget(self, name: str, machine: str) -> bool:
-        """Revoke the keys of ``name`` on that machine; return True if there were any."""
+    def revoke_keys(self, name: str, machine: str) -> bool:
+        """Revoke the keys of ``name`` on ``machine``; return True if there were any."""
         with self.changing() as connection:
             gone = connection.execute(
                 "DELETE FROM immortal.registry WHERE instance = %s AND part = %s AND machine = %s",
@@ -352,8 +352,8 @@ class Copy:
     # --- continuously ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def synced(self) -> Iterator[None]:
-        """Keep the copy up to date inside this context, by the database's announcements and by polling."""
+    def synchronized(self) -> Iterator[None]:
+        """Keep the copy up to date inside this context, by the database's notifications and by polling."""
         self.start_sync()
         try:
             yield
@@ -404,7 +404,7 @@ class Copy:
 
 
 class _SyncThread:
-    """Thread of :meth:`Copy.synced`, with its own connection."""
+    """Thread that keeps a copy up to date for :meth:`Copy.synchronized`, with its own connection."""
 
     def __init__(self, copy: Copy) -> None:
         self._copy = copy
@@ -448,15 +448,15 @@ _COPIES: dict[Path, Copy] = {}
 _GUARD = threading.Lock()
 
 
-def _in_child() -> None:
-    """Give a forked child its own copies: connections and threads belong to the parent."""
+def _reset_in_child() -> None:
+    """Drop the copies in a forked child, which must open its own: connections and threads belong to the parent."""
     global _GUARD
     _GUARD = threading.Lock()
     disown_in_child(*_COPIES.values())
     _COPIES.clear()
 
 
-at_fork(_in_child)
+at_fork(_reset_in_child)
 
 
 def database_of(url: str) -> str:
@@ -482,7 +482,7 @@ def with_ssl_mode(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def writer_parameters(parameters: dict[str, Any], application: str) -> dict[str, Any]:
-    """Return psycopg's arguments for the server that accepts writes, whichever of several hosts that is now.
+    """Return psycopg's arguments that connect to the server that accepts writes, among several hosts.
 
     A connection counts as broken after 10 s of silence on the wire. A live server that waits for its standbys is not
     silent, since TCP answers. ``parameters``: a connection's parameters in libpq's words.
@@ -500,7 +500,7 @@ def writer_parameters(parameters: dict[str, Any], application: str) -> dict[str,
 
 
 def error_line(error: Exception) -> str:
-    """Shorten an error of libpq, which has many lines: one for each host that it tried, and hints."""
+    """Shorten an error of libpq to one line; it has a line for each host that was tried, and hints."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     hint = "; a server elsewhere needs TLS and a certificate for its name, unless its URL has ?sslmode=..."
     said = "; ".join(dict.fromkeys(lines[:3])) or type(error).__name__

@@ -18,8 +18,8 @@ from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType, encode_message, message_of
 
 TEXT_CHARACTERS_MAX = 4096  # limit of an exception's message, which goes to callers and into their logs
-TRACE_CHARACTERS_MAX = 16_384  # of a traceback for the operator; its end is kept, which says most
-LETTER_SIZE_BYTES_MAX = 1 << 20  # limit of a message kept in a dead letter; a larger one is only named
+TRACE_CHARACTERS_MAX = 16_384  # of a traceback for the operator; its end is kept, where the cause is
+LETTER_SIZE_BYTES_MAX = 1 << 20  # limit of a message kept in a dead letter; a larger one is left out of its dead letter
 VERDICTS_SIZE_BYTES_MAX = 1 << 20  # limit of one Verdicts message; there can be several
 RECORD = -1  # message index for the record as a whole
 
@@ -54,13 +54,13 @@ class Cause(IntEnum):
     UNUSABLE = 7  # nested too deeply, or an unreadable answer: the waiting handler gets a failure
 
 
-NOT_OF_CODE = (Cause.FORBIDDEN, Cause.UNUSABLE)
+NOT_FIXABLE_BY_CODE = (Cause.FORBIDDEN, Cause.UNUSABLE)
 """Causes that other code of the app cannot remove."""
 
 MessageKey: TypeAlias = tuple[int, int, int, int]
 """Key of a message: (sequence ID, index in the record, task, step).
 
-The last two are 0 but for a step of an ``async def`` handler.
+Task and step are 0, except for a step of an ``async def`` handler.
 """
 
 
@@ -72,8 +72,8 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
     ``type_name``: of the exception, "" in a refusal; ``text``: its message, or the reason of the refusal.
     ``method``: for people, such as "Counter.add". ``caller``: waits for the answer ("" is the instance itself, "~x"
     a client); None: nobody waits, so that it becomes a dead letter. ``message``: for a dead letter the logged message,
-    from its size on; ``trace``: the traceback, for the operator. ``behind``: of TAKEN_BACK, the record after which the
-    state is one without that message.
+    from its size on; ``trace``: the traceback, for the operator. ``behind``: for TAKEN_BACK, the record after which the
+    state has nothing of that message any more.
     """
 
     sequence_id: int
@@ -102,7 +102,7 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
     @property
     def is_dead_letter(self) -> bool:
         """True if the message becomes a dead letter: no caller waits for its answer, or the message was taken back.
-        The caller of a message that was taken back has got another answer."""
+        In the latter case the caller has already got another answer."""
         return self.kind is VerdictKind.TAKEN_BACK or (self.caller is None and not self.step)
 
     @property
@@ -133,10 +133,9 @@ class Unsaved(msgspec.Struct, array_like=True, frozen=True):
 class Handling(msgspec.Struct, array_like=True, frozen=True):
     """Report of the message that the app is about to handle, or has been handling for ``for_s`` seconds.
 
-    ``message_index`` RECORD: the whole record, message by message; a ``sequence_id`` of -1: nothing any more.
-    ``message``: as in a :class:`Verdict`, if a Careful asked for single messages. ``task``: as there, of the handler
-    that is about to continue. ``source``: the instance that sent the message; "" if it is the app's own instance or
-    unknown.
+    ``message_index`` RECORD: all messages of the record, in order; ``sequence_id`` -1: the app is idle. ``message``: as
+    in a :class:`Verdict`, if a :class:`Careful` asked for single messages. ``task``: number of the handler that is
+    about to continue. ``source``: the instance that sent the message; "" if it is the app's own instance or unknown.
     """
 
     sequence_id: int
@@ -153,9 +152,9 @@ class Careful(msgspec.Struct, array_like=True, frozen=True):
     """Request to the app to announce each step of work, since an earlier process of the app died during a step.
 
     The app sends Handling before each record up to ``last_sequence_id``, and before each message of the record
-    ``suspect_sequence_id`` (-1: no record), and waits until it is sent. After the last of them it sends that it handles
-    nothing any more, and waits for that too. ``handlers``: it does the same before each ``async def`` handler that a
-    message of that record makes continue.
+    ``suspect_sequence_id`` (-1: no record), and waits until it is sent. After the last record it sends that it is idle,
+    and waits for that too. ``handlers``: it does the same before each ``async def`` handler that a message of that
+    record makes continue.
     """
 
     last_sequence_id: int

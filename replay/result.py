@@ -20,7 +20,7 @@ from immortal.protocol.messages import decode_message
 from immortal.protocol.safe_output import printable, printable_lines
 from immortal.protocol.trailer import Trailer
 from immortal.protocol.varint import decode_zigzag_int
-from immortal.protocol.verdicts import NOT_OF_CODE, Verdict, VerdictKind
+from immortal.protocol.verdicts import NOT_FIXABLE_BY_CODE, Verdict, VerdictKind
 from immortal.replay.app_process import Code
 from immortal.replay.plan import place_of
 from immortal.replay.session import Event, KeptImpulses, NumbersDrawn, Outputs, VerdictGiven
@@ -269,7 +269,7 @@ def changed_outcomes(
     old = {
         each.key: each
         for each in then
-        if after < each.sequence_id and each.key[:2] < before and each.cause not in NOT_OF_CODE
+        if after < each.sequence_id and each.key[:2] < before and each.cause not in NOT_FIXABLE_BY_CODE
     }
     new = {each.key: each for each in now}
     return group_outcomes((old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()))

@@ -26,7 +26,7 @@ from immortal.protocol.checksum import crc64
 from immortal.protocol.command_line import counted
 from immortal.protocol.extensions import HandlerFailure
 from immortal.protocol.trailer import Trailer
-from immortal.protocol.verdicts import NOT_OF_CODE, Verdict
+from immortal.protocol.verdicts import NOT_FIXABLE_BY_CODE, Verdict
 from immortal.replay.app_process import AppCommand, Code
 from immortal.replay.comparison import Comparison, Key, Outputs, Side
 from immortal.replay.findings import DrawnNumbersQueue, Executions, Findings
@@ -139,7 +139,7 @@ def run_what_if(
 
 
 def _verdict_filter(side: Side) -> VerdictFilter:
-    return lambda verdict: side is Side.OLD or verdict.cause in NOT_OF_CODE
+    return lambda verdict: side is Side.OLD or verdict.cause in NOT_FIXABLE_BY_CODE
 
 
 def _run_both(

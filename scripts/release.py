@@ -62,7 +62,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 
 def interpreters() -> dict[str, str]:
-    """Return executables by version, such as "3.12"; the own one first."""
+    """Return the Python executables by version, such as "3.12"; the one that runs this script first."""
     found = {f"3.{sys.version_info[1]}": sys.executable}
     for executable in _candidates():
         program = "import ensurepip, venv, sys; print('%d.%d' % sys.version_info[:2])"  # a shim of pyenv can fail
@@ -79,7 +79,7 @@ def _candidates() -> Iterator[str]:
 
 
 def environment(folder: Path, python: str, *options: str) -> Path:
-    """Make a fresh environment; return its Python."""
+    """Create a virtual environment; return the path of its Python."""
     run(python, "-m", "venv", *options, folder, cwd=folder.parent)
     return folder / "bin" / "python"
 
@@ -119,7 +119,7 @@ def build_wheel(source: Path, out: Path, python: str | Path, *options: str, pure
 
 
 def write_sbom(wheel: Path, python: str, path: Path, scratch: Path) -> None:
-    """Write the SBOM of an environment with the packages of the image."""
+    """Write the SBOM of the container image, from an environment with the same packages."""
     tools = environment(scratch / "tools", sys.executable)
     run(tools, "-m", "pip", "install", "cyclonedx-bom>=7,<8", cwd=scratch)
     image = environment(scratch / "image", python, "--without-pip")

@@ -31,7 +31,7 @@ from immortal.web.rendering import render
 from immortal.web.site import instance_page, number_of, settings_of, site_of, text_of
 
 SHOWN_MAX = 100
-SEARCH_S = 10.0
+SEARCH_TIMEOUT_S = 10.0
 FILTERS = ("where", "handler", "state", "text", "caller", "since")
 
 
@@ -46,7 +46,7 @@ def routes() -> list[Route]:
 
 
 def executions(request: Request) -> Response:
-    """Show the newest executions that match the form. ``began``, ``before``: only those older than that execution."""
+    """Show the newest executions that match the form. URL parameters ``began``, ``before``: only older ones than it."""
     settings = settings_of(request)
     filters = {key: text_of(request, key) for key in FILTERS}
     found: list[Execution] = []
@@ -56,7 +56,7 @@ def executions(request: Request) -> Response:
         if (began := number_of(request, "began")) is not None:
             query.before = began, key_of_id(text_of(request, "before"))
         query.limit = SHOWN_MAX + 1
-        with open_index(settings.folder, settings.name, SEARCH_S) as index:
+        with open_index(settings.folder, settings.name, SEARCH_TIMEOUT_S) as index:
             found = index.find(query)
     except (ExecutionsError, LogError) as error:
         problem = str(error)
@@ -167,7 +167,7 @@ ORDERS = {
 
 
 def confirm(request: Request) -> Response:
-    """Show a form that confirms an action on executions: those of ``ids``, or of a search."""
+    """Show a form that confirms an action on executions: on those that ``ids`` lists, or that a search finds."""
     action, settings = require_actions(request, ORDERS, "verb"), settings_of(request)
     query = _query({key: text_of(request, key) for key in FILTERS})
     found = chosen(settings, action.verb, query, text_of(request, "ids").split())

@@ -21,7 +21,7 @@ from immortal.protocol.errors import ImmortalError
 from immortal.web import WebError
 from immortal.web.orders import EFFECTS, FleetOrder, Found, Order, SqlOrder
 from immortal.web.rendering import page, render
-from immortal.web.site import Site, form_of, instance_page, place_in, settings_of, site_of, stream, text_of
+from immortal.web.site import Site, as_place, form_of, instance_page, settings_of, site_of, stream, text_of
 
 
 def routes() -> list[Route]:
@@ -123,7 +123,7 @@ def _app(text: str, name: str) -> str:
 
 
 def _number(text: str, name: str) -> int | None:
-    return place_in(text.strip(), name)[0] if text.strip() else None
+    return as_place(text.strip(), name)[0] if text.strip() else None
 
 
 # The result of a what-if; its instance's name is "" for the fleet.

@@ -22,7 +22,7 @@ from immortal.replay.trace.messages import Timings
 from immortal.replay.trace.spans import handler_id
 from immortal.web import WebError, log_search
 from immortal.web.log_messages import LIMIT_MAX, At, Message, Page, Times, Wanted, format_source, message_at
-from immortal.web.site import Site, checked_pattern, instance_page, number_of, place_in, settings_of, site_of, text_of
+from immortal.web.site import Site, as_place, checked_pattern, instance_page, number_of, settings_of, site_of, text_of
 
 LIMIT = 100
 SHOWN_CHARACTERS_MAX = 20_000  # characters of the arguments that a page shows; a link leads to all of them
@@ -104,7 +104,7 @@ def _start_place(request: Request, site: Site, settings: InstanceSettings) -> tu
     """
     before, at = text_of(request, "before").strip(), text_of(request, "at").strip()
     if before:
-        record, index = place_in(before, "before")
+        record, index = as_place(before, "before")
         return (record, index or 0), True
     if not at:
         return None, True
@@ -112,7 +112,7 @@ def _start_place(request: Request, site: Site, settings: InstanceSettings) -> tu
     if isinstance(moment, Time):
         with site.logs.reader(settings) as reader:
             return (Times(reader).first_from(moment.ns), 0), False
-    record, index = place_in(at)
+    record, index = as_place(at)
     return (record, index or 0), False
 
 

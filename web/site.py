@@ -84,7 +84,7 @@ class Notes:
 
 
 class Site:
-    """State of one server: its registry, the data read lately, and the running jobs. All threads call its methods."""
+    """State of one web server: the registry, caches of logs, and the running jobs. Any thread can call its methods."""
 
     def __init__(self, registry: Registry, token: Token, *, allow_actions: bool = False) -> None:
         self.registry = registry
@@ -108,7 +108,7 @@ class Site:
         self.sql.close()
 
 
-# Contents of a request: its site, its instance, its numbers, its form; each checked.
+# Checked contents of a request: the site, the instance, numbers, a form.
 
 
 CSRF_FIELD = "csrf"
@@ -136,7 +136,7 @@ def instance_page(request: Request, template: str, tab: str, status: int = 200, 
 
 
 def text_of(request: Request, name: str, default: str = "") -> str:
-    """Return a parameter of the URL. Raises WebError for one that is too long."""
+    """Return the URL parameter ``name``. Raises WebError if it is too long."""
     text = request.query_params.get(name, default)
     if len(text) > TEXT_CHARACTERS_MAX:
         raise WebError(f"{name} has {len(text)} characters: at most {TEXT_CHARACTERS_MAX} were expected")
@@ -144,7 +144,7 @@ def text_of(request: Request, name: str, default: str = "") -> str:
 
 
 def number_of(request: Request, name: str, default: int | None = None) -> int | None:
-    """Return a parameter of the URL as a whole number from 0. Raises WebError."""
+    """Return the URL parameter ``name`` as a whole number from 0. Raises WebError."""
     text = text_of(request, name)
     if not text:
         return default
@@ -154,12 +154,12 @@ def number_of(request: Request, name: str, default: int | None = None) -> int | 
 
 
 def place_of(request: Request, name: str = "at") -> Place | None:
-    """Return a parameter of the URL as a place, such as "312" or "312:0"; None if it is empty. Raises WebError."""
+    """Return the URL parameter ``name`` as a place, such as "312" or "312:0"; None if it is empty. Raises WebError."""
     text = text_of(request, name)
-    return place_in(text, name) if text else None
+    return as_place(text, name) if text else None
 
 
-def place_in(text: str, name: str = "at") -> Place:
+def as_place(text: str, name: str = "at") -> Place:
     matched = re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,9}))?", text)
     if matched is None:
         raise WebError(f"{name}={text[:40]!r}: a record's number, or one with a message's, such as 312:0, was expected")
@@ -210,7 +210,7 @@ Pieces = Iterable[tuple[str, str]]
 
 
 def stream(request: Request, render_pieces: Callable[[], Pieces]) -> EventSourceResponse:
-    """Stream a page: call ``render_pieces`` in a thread each second, and send changed pieces up to the cookie's end."""
+    """Stream a page: call ``render_pieces`` in a thread each second; send changed pieces until the cookie expires."""
     visitor = request.scope.get(VISITOR)
     until_s = math.inf if visitor is None else visitor.until_s
 

@@ -1,7 +1,7 @@
 """Pages about any moment of a log: the state there, a message's cause, its changes and its consequences.
 
 A path (``balances[3]``) only reads; an expression is code. So expressions are accepted only from forms, with a token of
-one of our pages, and never from a URL: a link that somebody sends runs nothing but the app.
+one of our pages, and never from a URL: a link from somebody else can run no code except the app's.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from immortal.replay.why import Explainer
 from immortal.web import WebError
 from immortal.web.log_messages import find_position, format_source, message_at
 from immortal.web.rendering import chart, render
-from immortal.web.site import Site, form_of, instance_page, number_of, place_in, place_of, settings_of, site_of, text_of
+from immortal.web.site import Site, as_place, form_of, instance_page, number_of, place_of, settings_of, site_of, text_of
 
 LINKED_MAX = 20  # messages made by one message that are searched for in other logs
 WATCH_RECORDS = 2000
-WHY_S = 20.0  # then no more messages are followed
+WHY_TIMEOUT_S = 20.0  # after it no more messages are followed
 
 Values = dict[str, Any]
 
@@ -88,7 +88,7 @@ def travel(request: Request) -> Response:
 
 
 async def find(request: Request) -> Response:
-    """Go to the next or the previous moment at which a condition holds."""
+    """Redirect to the next or the previous moment at which a condition holds."""
     site, settings = site_of(request), settings_of(request)
     form, record, index = await _form_at(request)
     back = form.get("way") == "back"
@@ -107,7 +107,7 @@ async def find(request: Request) -> Response:
 async def _form_at(request: Request) -> tuple[dict[str, str], int, int]:
     """Return the fields of a form about a moment, and the moment: a record, and a message in it."""
     form = await form_of(request)
-    record, index = place_in(form.get("at", ""))
+    record, index = as_place(form.get("at", ""))
     return form, record, index or 0
 
 
@@ -137,7 +137,7 @@ async def evaluate(request: Request) -> Response:
 def changed(request: Request) -> Response:
     """Show when a value was last written."""
     site, settings = site_of(request), settings_of(request)
-    record, index = _at(request)
+    record, index = _required_place(request)
     path = text_of(request, "path")
     found = _ask_explorer(site, settings, "last_change", record=record, index=index, path=path)
     return HTMLResponse(render("_changed.html", name=settings.name, path=path, found=found))
@@ -146,7 +146,7 @@ def changed(request: Request) -> Response:
 def watch(request: Request) -> Response:
     """Show the changes of a value over records, up to this one."""
     site, settings = site_of(request), settings_of(request)
-    record, _ = _at(request)
+    record, _ = _required_place(request)
     path = text_of(request, "path")
     first = number_of(request, "from")
     overview = _ask_explorer(site, settings, "overview")
@@ -173,11 +173,11 @@ def watch(request: Request) -> Response:
 
 
 def why(request: Request) -> Response:
-    """Show the chain of messages that gave a value what it is; if asked for, the fewest inputs that give it."""
+    """Show the chain of messages that led to a value; with ``minimal``, also the fewest inputs that lead to it."""
     site, settings = site_of(request), settings_of(request)
-    record, index = _at(request)
+    record, index = _required_place(request)
     path, minimal = text_of(request, "path"), bool(text_of(request, "minimal"))
-    explainer = Explainer(site.registry, site.travel, limit_s=WHY_S)
+    explainer = Explainer(site.registry, site.travel, limit_s=WHY_TIMEOUT_S)
     found, fewest, test, problem = None, None, "", ""
     try:
         found = explainer.explain(settings.name, path, record, index)
@@ -210,7 +210,7 @@ async def note(request: Request) -> Response:
 
 
 async def again(request: Request) -> Response:
-    """Show the moment again, replayed with the present code."""
+    """Replay the log anew, with the present code, and show the same moment."""
     site, settings = site_of(request), settings_of(request)
     _, record, index = await _form_at(request)
     await to_thread.run_sync(lambda: site.travel.end(settings.name))
@@ -237,7 +237,7 @@ def replayed(request: Request) -> Response:
 
 
 def followed(request: Request) -> Response:
-    """Show only the messages that one message caused, so that a page can follow them from service to service."""
+    """Show only the messages that one message caused: so a page can follow calls from service to service."""
     site, settings = site_of(request), settings_of(request)
     moment = _ask_explorer(
         site, settings, "moment", record=request.path_params["record"], index=request.path_params["index"]
@@ -251,7 +251,7 @@ def _linked_outputs(site: Site, settings: InstanceSettings, moment: Values) -> V
 
 
 def _followed(site: Site, settings: InstanceSettings, output: Values) -> Values:
-    """Find a message that was made, in the log of its receiver."""
+    """Find a message that an app sent in the log of its receiver."""
     destination = output["destination"] or settings.name
     if destination.startswith(CLIENTS):
         return {**output, "name": None, "at": None, "problem": "an answer to a client"}
@@ -265,7 +265,7 @@ def _followed(site: Site, settings: InstanceSettings, output: Values) -> Values:
 
 
 def _cause(site: Site, settings: InstanceSettings, source: str | None, position: int) -> Values | None:
-    """Find the message that made this one, in the log of the sender; None if no instance made it."""
+    """Find the message that caused this one, in the log of the sender; None if no instance sent this one."""
     if source is None or source.startswith(CLIENTS):
         return None
     sender = source or settings.name
@@ -285,7 +285,7 @@ def _ask_explorer(site: Site, settings: InstanceSettings, method: str, **given: 
     return answer
 
 
-def _at(request: Request) -> tuple[int, int]:
+def _required_place(request: Request) -> tuple[int, int]:
     at = place_of(request)
     if at is None:
         raise WebError("a moment was expected: at=312:0")

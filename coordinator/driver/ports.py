@@ -130,9 +130,6 @@ class HostPort(Protocol):
     def stop(self, effect: ef.Stop, /) -> None: ...
 
 
-# Reading a log for its machine.
-
-
 def answer(store: LogStore, request: ef.StoreRead) -> ev.Event:
     """Read what ``request`` asks for from ``store``; return the event that answers it, LogFailed if that fails."""
     try:

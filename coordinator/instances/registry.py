@@ -221,7 +221,7 @@ class Registry:
     @contextlib.contextmanager
     def synchronized(self) -> Iterator[None]:
         """Keep the copy of a shared registry up to date while the context is open."""
-        with contextlib.nullcontext() if self.copy is None else self.copy.synced():
+        with contextlib.nullcontext() if self.copy is None else self.copy.synchronized():
             yield
 
     def _assign_ports(self, values: dict[str, Any]) -> dict[str, Any]:

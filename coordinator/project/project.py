@@ -479,8 +479,7 @@ class ModuleImportError(ImmortalError):
 
 class DiscoveredService(msgspec.Struct, frozen=True):
     """Service class in a module. ``versions``: versions of the app that it can run, its own first. ``peers``: instances
-    that it calls. ``is_own``: the module defines it, in its newest version. ``is_keyed``: it has a state for each key.
-    """
+    that it calls. ``is_own``: the module defines it, in its newest version. ``is_keyed``: each key has a state."""
 
     versions: list[int]
     peers: list[str]

@@ -36,7 +36,7 @@ class Leaderboard(Immortal):
 
     @query
     def rank(self, player: str) -> int:
-        """Return 1 for the best; those with as many points share a rank."""
+        """Return the player's rank, 1 for the best; players with equal points share a rank."""
         return 1 + bisect_left(self.ranking, (-self.points.get(player, 0), ""))
 
     @query

@@ -1,7 +1,7 @@
-"""One instance for all tenants: the state has a place for each of them.
+"""One instance for all tenants: its state has an entry for each tenant.
 
-A handler sees all tenants at once, so work for several of them is one plain handler. They share one log, one process
-and its recovery: a tenant with many calls delays the others.
+A handler sees the data of all tenants, so one handler can work for several of them. They share one log, one process and
+its recovery: a tenant with many calls delays the others.
 """
 
 from __future__ import annotations

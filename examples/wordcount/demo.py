@@ -67,7 +67,7 @@ def default_files() -> list[Path]:
 
 
 def plain_count(files: Sequence[Path]) -> tuple[Counter[str], int]:
-    """Count as the two services must: (words, lines), by file and not by line."""
+    """Count words and lines of all files in this process, as the two services must count them."""
     words: Counter[str] = Counter()
     line_count = 0
     for file in files:
@@ -81,7 +81,7 @@ def plain_count(files: Sequence[Path]) -> tuple[Counter[str], int]:
 
 
 class Instance(supervised.Instance):
-    """Instance that counts the lines of its coordinator's status. ``networks``: set if each instance has its own."""
+    """Instance whose progress, in lines, is read from its coordinator's status. ``networks``: None on one machine."""
 
     def __init__(self, name: str, home: Path, environment: Mapping[str, str], networks: Networks | None) -> None:
         self.status: dict[str, Any] = {}
@@ -100,7 +100,7 @@ class Instance(supervised.Instance):
                 self.count = max(self.count, self._lines())
 
     def _lines(self) -> int:
-        """Return the lines done: for Reader those that Counter has logged, for Counter those in its log."""
+        """Return the number of lines done: for Reader, those that Counter acknowledged; for Counter, those logged."""
         if self.name == READER:
             return int(self.status["outputs"].get(COUNTER, {}).get("acknowledged", 0))
         return int(self.status["inputs"].get(READER, {}).get("position", 0))
@@ -114,7 +114,7 @@ class Instance(supervised.Instance):
 def run(
     folder: Path, files: Sequence[Path], total: int, kills: list[Kill], *, keep: bool, networks: Networks | None
 ) -> float:
-    """Feed, kill, wait until all is counted, stop cleanly; return the seconds until all was counted.
+    """Run the services and kill their processes until all is counted, then stop them; return the seconds it took.
 
     ``keep``: never trim the logs, which are read later. ``networks``: set if each instance has its own.
     """
@@ -147,7 +147,7 @@ def run(
 
 
 def compare(folder: Path, expected: Counter[str], total: int) -> list[str]:
-    """Return the differences; none if all is equal."""
+    """Compare the services' counts with ``expected`` and ``total``; return a line for each difference."""
     home = folder / REGISTRY_NAME
     words = supervised.final_state(home, COUNTER, FOLDER)["words"]
     lines = supervised.final_state(home, READER, FOLDER)["lines"]

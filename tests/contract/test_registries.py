@@ -194,9 +194,9 @@ def test_each_machine_has_keys_of_its_own_which_stay_there(shared: Fleet, postgr
     (rows,) = postgres.execute("SELECT string_agg(r::text, ' ') FROM immortal.registry r", database=DATABASE)
     assert all(pair.public in rows[0] and pair.secret not in rows[0] for pair in pairs)
     assert third.copy is not None
-    assert third.copy.forget("shop", machines[0].copy.machine)  # type: ignore[union-attr]
+    assert third.copy.revoke_keys("shop", machines[0].copy.machine)  # type: ignore[union-attr]
     assert [one.key for one in keys.read_public_file(third.home / "shop").keys] == [pairs[1].public]
-    assert not third.copy.forget("shop", "nobody")
+    assert not third.copy.revoke_keys("shop", "nobody")
 
 
 def lease(postgres: Postgres, endpoint: str, *, tells: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Rivals, each in a process of its own, and the three steps of the durable handler, the same in all implementations."""
+"""Other products to compare with, each in its own process. They all run the same three steps of a durable handler."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ STEPS = (1, 2, 3)
 
 
 def step(data: bytes, number: int) -> bytes:
-    """Run a step. After all of STEPS, each once, the data are unchanged, which proves that all were run."""
+    """Run a step, which changes the last byte. Once each of STEPS has run, the data are as before: so all have run."""
     return data[:-1] + bytes((data[-1] ^ number,))
