@@ -226,6 +226,25 @@ def test_rows_come_from_an_older_version(env: Environment) -> None:
     assert env.change_shards(carts, 2) == []
 
 
+def test_an_upgrade_drops_a_handler_with_a_forwarded_call(env: Environment) -> None:
+    @upgrades(Cart)
+    class Shorter(Immortal, keyed=str):
+        seen: list[tuple[str, int]]
+
+        @classmethod
+        def upgrade(cls, old: Cart) -> Shorter:
+            return object.__new__(cls)
+
+    carts = env.start(Cart, "carts", shards=2)
+    key = next(one for one in KEYS if blocks(4)[range_of(one)] == 4)
+    env.change_shards(carts, 4)
+    waits = carts.started[2][key].begin(Cart.watch)
+    env.run()
+    carts.started[2].upgrade(Shorter)
+    carts.started[4][key].call(Cart.tell, 7)
+    assert waits.result() == 7
+
+
 def test_a_large_range_comes_in_parts(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves, "GIVE_LIMITS", (1024, 7, 500))
     carts = env.start(Cart, "carts", shards=2)
