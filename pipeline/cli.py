@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -166,10 +164,7 @@ def open_spark(
 
             stack.enter_context(reported(name, inputs, outputs))
         shown = stack.enter_context(progress())
-        on_interrupt = signal.getsignal(signal.SIGINT)
         spark = session(run.master, f"immortal pipeline {name}", **run.settings)
-        if threading.current_thread() is threading.main_thread():  # Spark's own breaks into a call with another one
-            signal.signal(signal.SIGINT, on_interrupt)
         try:
             shown.watch(spark)
             shown.show_step(step)

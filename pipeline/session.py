@@ -56,7 +56,9 @@ def session(master: str = "local[*]", app_name: str = "immortal", **conf: str) -
     if running is not None:
         pipeline.register(running)
         return running
-    logging.getLogger().addFilter(_is_no_interrupt)  # py4j logs the traceback of Ctrl-C, besides raising it
+    # py4j logs the traceback of Ctrl-C, besides raising it.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    logging.getLogger().addFilter(_is_no_interrupt)
     context = SparkContext._active_spark_context
     if context is None:
         is_local = _LOOPBACK_MASTER.match(master) is not None
@@ -106,7 +108,11 @@ def _start(master: str, app_name: str, settings: dict[str, str], *, is_local: bo
                 gateway = launch_gateway(spark_conf, {"stderr": said})  # type: ignore[no-untyped-call]
             if is_local and gateway.proc is not None:  # None: our starter has started the JVM as well
                 _lower_priority(gateway.proc.pid)
-            return SparkContext(conf=spark_conf, gateway=gateway)
+            on_interrupt = signal.getsignal(signal.SIGINT)
+            context = SparkContext(conf=spark_conf, gateway=gateway)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, on_interrupt)  # Spark's own fails in the middle of a call
+            return context
         except PySparkRuntimeError as error:
             raise SparkError(f"Spark did not start: {_last_line(said) or error}") from error
         except Exception as error:

@@ -419,6 +419,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return the next offset. Raises LogChangedError if a log was replaced, or lost records not read yet."""
+        _require_ours(start)
         waiting: dict[str, int] = {}
         places = dict(start)
         for each in self._logs():
@@ -439,6 +440,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         parts: list[LogRange] = []
+        _require_ours({**start, **end})
         for folder, place in end.items():
             now = whole_range(folder)
             begin = start.get(folder)
@@ -469,6 +471,12 @@ _START_ANEW = "start the query with a new checkpoint location"
 
 def _place(each: LogRange, sequence_id: int) -> Place:
     return {"committer_id": each.committer_id, "next": sequence_id}
+
+
+def _require_ours(offset: Offset) -> None:
+    for place in offset.values():
+        if not isinstance(place, dict) or place.keys() != Place.__required_keys__:
+            raise SourceError(f"the checkpoint location is of another source: its offset is {offset}; {_START_ANEW}")
 
 
 def _require_same(each: LogRange, place: Place) -> None:

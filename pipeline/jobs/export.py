@@ -143,6 +143,7 @@ class _Run:
             name: known["last_checkpoint_id"] for name, known in state["exported"].items()
         }
         self._last_checkpoint_ids: dict[str, int] = {}
+        self._last_checks: dict[str, int | None] = {}  # of the last record in the log
         self._rows: dict[str, dict[str, int]] = {}  # by table and instance
 
     def run(self) -> ExportReport:
@@ -179,6 +180,13 @@ class _Run:
                 f"the log of {name!r} ends with record {now.end - 1}, records up to {next_record - 1} were"
                 f" exported before: it was set back; export into a new folder"
             )
+        before = (exported or {}).get("last_check")
+        if before is not None and now.first < next_record and before != _check_of(now, next_record - 1):
+            raise ExportError(
+                f"record {next_record - 1} in the log of {name!r} is not the one that was exported: the log was cut and"
+                " has grown since, or is damaged; export into a new folder"
+            )
+        self._last_checks[name] = _check_of(now, now.end - 1)
         first = max(next_record, now.first)
         skipped = max(0, first - next_record) if exported else 0
         self._report.instances[name] = InstanceExport(first, now.end - 1, skipped=skipped)
@@ -258,6 +266,7 @@ class _Run:
                 "next": each.end,
                 "records": before["records"] + done.records,
                 "check": before["check"] ^ done.check,
+                "last_check": self._last_checks[each.instance],
                 "last_checkpoint_id": self._last_checkpoint_ids.get(
                     each.instance, self._checkpoint_ids.get(each.instance, 0)
                 ),
@@ -265,6 +274,12 @@ class _Run:
         states = self._fleet.states
         instances = {each.instance: asdict(states[each.instance]) for each in ranges}
         _write_state(self._folder, {**state, "run": self._report.run, "instances": {**state["instances"], **instances}})
+
+
+def _check_of(log: LogRange, sequence_id: int) -> int | None:
+    """Return the checksum of a record's bytes; None if it is not there."""
+    values = list(read_range(log.part(sequence_id, sequence_id + 1)))
+    return None if not values or isinstance(values[0], Gap) else crc64(values[0].value(0))
 
 
 def _create_folder(folder: Path, tables: list[str]) -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -242,6 +243,11 @@ def test_an_export_is_not_mixed_up_with_anything_else(plan: Plan, logs: Path, tm
     assert "it was wiped or swapped; export into a new folder" in failed("export", tmp_path / "others", "--to", to)
     cut(plan, 0.5).write(tmp_path / "back")
     assert "it was set back; export into a new folder" in failed("export", tmp_path / "back", "--to", to)
+    longer = {
+        name: [replace(one, time_ns=one.time_ns + 1) for one in records] for name, records in plan.records.items()
+    }
+    Plan(plan.committer_ids, longer, plan.endings).write(tmp_path / "regrown")
+    assert "the log was cut and has grown since" in failed("export", tmp_path / "regrown", "--to", to)
     state = json.loads((to / EXPORT_FILE_NAME).read_text())
     (to / EXPORT_FILE_NAME).write_text(json.dumps({**state, "version": 9}))
     assert "was exported with version 9, this program reads version 1" in failed("audit", to)

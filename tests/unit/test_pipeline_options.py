@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.sql.types import StringType, StructField, StructType
@@ -72,6 +73,15 @@ def test_what_is_no_stream() -> None:
         StreamReader({"table": "checkpoints"}, SCHEMAS["checkpoints"])
     with pytest.raises(SourceError, match="option startingOffset: 'middle': earliest or latest"):
         StreamReader({"startingOffset": "middle"}, SCHEMAS["messages"])
+
+
+def test_the_checkpoint_location_of_another_source() -> None:
+    """Its offset's names were taken for folders of logs."""
+    stream: Any = StreamReader({}, SCHEMAS["messages"])
+    foreign = {"offset": 0, "timestamp": 0}
+    for call in (lambda: stream.partitions({}, foreign), lambda: stream.latestOffset(foreign, None)):
+        with pytest.raises(SourceError, match="the checkpoint location is of another source: its offset is"):
+            call()
 
 
 @pytest.mark.parametrize(
