@@ -28,7 +28,7 @@ class FailedError(click.ClickException):
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
-        self.exit_code = status
+        self.exit_code = status  # type: ignore[misc]  # click reads it from the instance
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(printable_message(f"error: {self.message}"), file=file or sys.stderr)
