@@ -5,6 +5,7 @@ Effects are in :mod:`immortal.appsdk.waiting.impulses`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -316,6 +317,20 @@ class Timer(Operation):
             raise UsageError("a timer can be set up to the year 2262: wait for an earlier time, and then again")
         super().__init__(task, TIMER, max(due_ns, 0))
         self.began_ns = began_ns
+
+
+class LoopTimer(Timer):
+    """Timer that makes a callback of the loop ready."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, task: Owner, due_ns: int, handle: asyncio.TimerHandle) -> None:
+        super().__init__(task, due_ns, task.now_ns())
+        self._handle = handle
+
+    def complete(self, value: Any, error: BaseException | None = None) -> None:
+        super().complete(value, error)
+        self.task.ready.append(self._handle)
 
 
 class Event(Operation):

@@ -40,7 +40,7 @@ from immortal.appsdk.state.journal import (
 from immortal.appsdk.state.schema import StateSchema
 from immortal.appsdk.waiting.host import Host
 from immortal.appsdk.waiting.loop import raise_signal
-from immortal.appsdk.waiting.operations import MISFITS, MulticastCall, Operation, Owner, Read, Rebuild, Timer
+from immortal.appsdk.waiting.operations import MISFITS, LoopTimer, MulticastCall, Operation, Owner, Read, Rebuild
 from immortal.protocol import decoding
 
 
@@ -70,20 +70,6 @@ class ContinueAs(ControlFlowSignal):
 
 _NO_RESULTS: dict[int, Entry] = {}
 _IMMUTABLE = (int, float, complex, str, bytes, type(None), datetime, timedelta, Decimal, UUID)
-
-
-class _Alarm(Timer):
-    """Timer that makes a callback of the loop ready."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, task: Task, due_ns: int, handle: asyncio.TimerHandle) -> None:
-        super().__init__(task, due_ns, task.now_ns())
-        self._handle = handle
-
-    def complete(self, value: Any, error: BaseException | None = None) -> None:
-        super().complete(value, error)
-        self.task.ready.append(self._handle)
 
 
 def _explained(error: BaseException) -> BaseException:
@@ -370,8 +356,8 @@ class Task(Owner):
             return None
         return self.cancellation(self.cancelled[-1])[0]
 
-    def start_timer(self, due_ns: int, handle: asyncio.TimerHandle) -> _Alarm:
-        alarm = _Alarm(self, due_ns, handle)
+    def start_timer(self, due_ns: int, handle: asyncio.TimerHandle) -> LoopTimer:
+        alarm = LoopTimer(self, due_ns, handle)
         alarm.begin()
         return alarm
 
