@@ -86,7 +86,7 @@ def gateway(services: Iterable[Service[Any]], *, token: str | None = None, title
                 await one.service.close()
 
     routes = [Route("/openapi.json", described)]
-    for front in ("/{instance}", "/{instance}/{key}"):
+    for front in ("/{instance}", "/{instance}/{key:path}"):  # a key may have slashes, as they are or as %2F
         routes += [
             Route(f"{front}/calls/{{call}}", _status, methods=["GET"]),
             Route(f"{front}/calls/{{call}}", _cancel, methods=["DELETE"]),
