@@ -67,6 +67,8 @@ def _one_line_errors() -> Iterator[None]:
         if error.errno == errno.EPIPE:
             raise  # click ends quietly: the reader has closed our output
         if error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT):
+            with contextlib.suppress(OSError):  # else Python fails at its end to write what is left, with status 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise FailedError(f"the output can't be written: {error.strerror}") from None
         raise FailedError(str(error)) from None
 

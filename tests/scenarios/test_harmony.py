@@ -168,7 +168,7 @@ def test_ctrl_c_ends_workers_but_no_batch(tmp_path: Path) -> None:
         while len(children_of(crew.pid)) < 2:
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
-        for process, status in ((follows, 1), (crew, 0)):
+        for process, status in ((follows, 130), (crew, 0)):
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=TIMEOUT_S)
             assert process.returncode == status
